@@ -54,6 +54,7 @@ def _targets(error: BaseException) -> str:
     paths = {
         path
         for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("peft.")
         for model in frame.f_locals.values()
         if isinstance(model, torch.nn.Module)
         for path, layer in model.named_modules()

@@ -130,7 +130,7 @@ ADAPTERS = """
         del parts
         gc.collect()
     for source, after in (("fsdp", "tp"), ("tp", "pp"), ("pp", "fsdp1"), ("zero1", "cp"),
-                          ("fsdp", "ddp"), ("pp", "zero1")):
+                          ("fsdp", "ddp"), ("pp", "zero1"), ("tp", "ulysses")):
         use(after)
         parts = made(adapted(5))
         load.load(f"{folder}/{source}")

@@ -12,6 +12,7 @@ from nbdist.parallel.cp import split_sequence
 from nbdist.parallel.dp import zero1
 from nbdist.parallel.libraries import quantized
 from nbdist.parallel.tp import tp
+from nbdist.planner.fake.models import is_language_model
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
 from tests.support.parity import build_alone
@@ -120,12 +121,36 @@ def test_a_call_of_peft_is_one_of_the_model_inside():
 
 
 def test_a_target_that_there_is_not_is_told_which_there_are():
-    """Behind PEFT's own words, from the model that it was given."""
+    """Behind PEFT's own words, from the model that it was given and no other that is there."""
+    _another = nn.ModuleDict({"elsewhere": nn.Linear(2, 2)})
     with pytest.raises(ValueError, match="not found in the base model") as caught:
         adapted(target_modules=["q_proj"])
 
     sentence = "Linear layers and embeddings in it are called: wk, wo, wq, wv"
     assert error_notes.explain(caught.value) == sentence
+
+
+def test_8_bit_weights_are_refused():
+    """Known by the class that bitsandbytes gives them."""
+    model = Model()
+    kind = type("Int8Params", (nn.Parameter,), {})
+    model.layers[1].wo.weight = kind(torch.zeros(16, 16), requires_grad=False)
+    job = build_alone(model, Strategy("ddp", Degrees(dp_replicate=2), 2, Options()))
+
+    with pytest.raises(OptionError, match=r"layers\.1\.wo\.weight has 8-bit weights.*in 4 bit"):
+        quantized.check(job)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks
+def test_a_language_model_is_one_inside_of_pefts_model_too():
+    """So that `%dist_plan model --check` needs no inputs."""
+    config = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+
+    assert is_language_model(peft.get_peft_model(model, lora))
+    assert not is_language_model(adapted())
 
 
 def test_packed_weights_are_compared_as_bytes():

@@ -12,13 +12,21 @@ from tests.parity.cases import SWITCHED, WALKS, circuit
 from tests.parity.texts import SWITCHES
 from tests.support.torch_ranks import TorchRanks
 
+_EVERYWHERE = ["ddp", "tp --sequence-parallel", "fsdp", "tp", "pp", "cp", "single"]
+
 
 @pytest.mark.timeout(300)
-def test_adapters_go_through_every_strategy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        ("lora everywhere", _EVERYWHERE),
+        pytest.param("lora of gpt2", ["ddp", "tp", "fsdp", "pp"], marks=pytest.mark.parity),
+    ],
+)
+def test_adapters_go_through_every_strategy(tmp_path: Path, model: str, path: list[str]) -> None:
     """Of PEFT, on every kind of layer; what is frozen stays as it is, without moments."""
     pytest.importorskip("peft")
-    path = ["ddp", "tp --sequence-parallel", "fsdp", "tp", "pp", "cp", "single"]
-    _walk(tmp_path, 2, "lora everywhere", path, 280)
+    _walk(tmp_path, 2, model, path, 280)
 
 
 @pytest.mark.parity  # switch/test_rank has every pair of a smaller model
