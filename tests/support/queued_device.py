@@ -260,7 +260,7 @@ _numbers = itertools.count()
 
 
 class QueuedNccl(dist.ProcessGroupGloo):
-    """Stands where torch has ProcessGroupNCCL. The base is a shell: a group of this rank alone."""
+    """Stands where torch has ProcessGroupNCCL. The base is a shell, through which nothing goes."""
 
     kind = "nccl"
     sees_ends = True  # the recorder
@@ -277,7 +277,9 @@ class QueuedNccl(dist.ProcessGroupGloo):
             self.split_from = self.split_color = None
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any = None) -> None:
-        super().__init__(dist.HashStore(), 0, 1, timeout=timedelta(seconds=30))
+        # Torch 2.15 asks it for the group's size.
+        shell = dist.PrefixStore("shell", store)
+        super().__init__(shell, rank, size, timeout=timedelta(seconds=30))
         self._options = options or QueuedNccl.Options()
         self._store, self._rank, self._size = store, rank, size
         self._id = next(_numbers)
