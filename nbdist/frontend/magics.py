@@ -21,6 +21,7 @@ from nbdist.frontend import cell_magics, completer, input_transformer
 from nbdist.frontend.cell_magics import TypedMagic
 from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.notebook.verb import Parsed, Verb, help_view, parse
+from nbdist.rpc.kernel import sigint
 
 
 def run_magic(verb: Verb, line: str, cell: str | None = None) -> None:
@@ -136,6 +137,7 @@ def register(shell: InteractiveShell) -> None:
     shell.input_transformers_cleanup.insert(0, input_transformer.route)
     shell.events.register("post_run_cell", _tell_where)
     completer.install(shell)
+    sigint.ignore_before_replies(getattr(shell, "kernel", None))
 
 
 def unregister(shell: InteractiveShell) -> None:

@@ -282,3 +282,21 @@ def test_output_of_a_task_that_outlives_its_cell_is_shown(kernel: Kernel) -> Non
     second = kernel.run("%%distributed\nawait asyncio.wait([task]); await asyncio.sleep(0.1)")
 
     assert "late" in kernel.so_far(first).visible + second.visible
+
+
+def test_a_press_between_a_cells_end_and_its_reply_changes_nothing(kernel: Kernel) -> None:
+    """ipykernel alone would drop the reply, and the cell would run for ever."""
+    press = """
+import signal
+ipykernel = get_ipython().kernel
+def finish_metadata(_parent, metadata, _content):
+    del ipykernel.finish_metadata
+    signal.raise_signal(signal.SIGINT)
+    return metadata
+ipykernel.finish_metadata = finish_metadata
+"""
+    for cell in (press, f"{press}get_ipython().run_cell_magic('distributed', '', 'pass')"):
+        assert kernel.run(cell, 20).status == "ok"
+
+    loop = "import signal\nsignal.raise_signal(signal.SIGINT)\nwhile True: pass"
+    assert kernel.run(loop, 20).status == "error"  # the next cell takes it again

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class PendingInterrupts:
@@ -32,6 +35,29 @@ class PendingInterrupts:
         self._take = take
         for _ in range(self._waiting):
             take()
+
+
+def ignore_before_replies(kernel: Any) -> None:
+    """Let a press of stop that comes between a cell's end and its reply do nothing.
+
+    A KeyboardInterrupt there drops ipykernel's reply, and the notebook shows the cell as running
+    for ever. ipykernel sets the signal's handler anew before each message and after it. Without
+    ipykernel, and in its subshells, nothing changes.
+    """
+    execute = getattr(kernel, "do_execute", None)
+    if not hasattr(kernel, "post_handler_hook") or hasattr(execute, "__wrapped__"):
+        return
+
+    @functools.wraps(execute)  # type: ignore[arg-type]
+    async def do_execute(*args: Any, **options: Any) -> Any:
+        try:
+            content = execute(*args, **options)  # type: ignore[misc]
+            return await content if inspect.isawaitable(content) else content
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    kernel.do_execute = do_execute
 
 
 @contextlib.contextmanager
