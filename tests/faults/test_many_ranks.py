@@ -53,7 +53,8 @@ def own_folder() -> Iterator[Path]:
 @pytest.mark.timeout(400)
 def test_a_hang_of_64_ranks_is_told_and_all_come_back(own_folder: Path) -> None:
     """Rank 7 leaves out a call; lines name the 63 others as one range around it."""
-    with Kernel(cwd=own_folder, env={"TMPDIR": str(own_folder / "tmp")}) as kernel:
+    env = {"TMPDIR": str(own_folder / "tmp"), "NBDIST_PRELOAD": "1"}
+    with Kernel(cwd=own_folder, env=env) as kernel:
         ranks = Ranks(kernel, N, own_folder)
         ranks.ok("%load_ext nbdist")
         ranks.ok(ALL_IMPORTED, START_S)
