@@ -46,6 +46,10 @@ def own_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _environment(folder: Path) -> dict[str, str]:
+    return {"TMPDIR": str(folder / "tmp"), "NBDIST_PRELOAD": "1"}
+
+
 @pytest.mark.skipif(
     psutil.virtual_memory().available < N * RANK_BYTES,
     reason=f"{N} ranks need {N * RANK_BYTES >> 30} GiB of free memory",
@@ -53,8 +57,7 @@ def own_folder() -> Iterator[Path]:
 @pytest.mark.timeout(400)
 def test_a_hang_of_64_ranks_is_told_and_all_come_back(own_folder: Path) -> None:
     """Rank 7 leaves out a call; lines name the 63 others as one range around it."""
-    env = {"TMPDIR": str(own_folder / "tmp"), "NBDIST_PRELOAD": "1"}
-    with Kernel(cwd=own_folder, env=env) as kernel:
+    with Kernel(cwd=own_folder, env=_environment(own_folder)) as kernel:
         ranks = Ranks(kernel, N, own_folder)
         ranks.ok("%load_ext nbdist")
         ranks.ok(ALL_IMPORTED, START_S)
