@@ -61,6 +61,26 @@ def test_each_part_of_a_training_has_its_owner_once(names: dict[str, Any]) -> No
     assert StorageOwner(weight.data_ptr(), 140, PARAMETER, "0.weight", "cpu") in all_owners
 
 
+def test_what_is_frozen_beside_adapters_has_no_gradient_and_no_moments(
+    names: dict[str, Any],
+) -> None:
+    """Of a model of PEFT; the base is a parameter as the adapters are."""
+    peft = pytest.importorskip("peft")
+    base = torch.nn.Sequential(torch.nn.Linear(5, 7, bias=False))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+    names.update(model=model, optimizer=trained(model, 4, 5))
+
+    prefix = "base_model.model.0"
+    adapters = {f"{prefix}.lora_{x}.default.weight": 8 * n for x, n in (("A", 5), ("B", 7))}
+    assert of(PARAMETER) == {f"{prefix}.base_layer.weight": 140, **adapters}
+    assert of(GRADIENT) == adapters
+    assert of(OPTIMIZER) == {
+        f"{name}: {key}": 4 if key == "step" else size_bytes
+        for name, size_bytes in adapters.items()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+
+
 def test_tied_weights_count_once(names: dict[str, Any]) -> None:
     """Under the first of their names."""
     model = torch.nn.Sequential(torch.nn.Embedding(6, 3), torch.nn.Linear(3, 6, bias=False))
