@@ -19,7 +19,10 @@ _CELLS = {
         "[0-1] a\n      b\n",
     ),
     "top-level await": ("import asyncio\nawait asyncio.sleep(0.01)\nrank", "[0] 0\n[1] 1\n"),
-    "await as the last expression": ("await asyncio.sleep(0.01, rank)", "[0] 0\n[1] 1\n"),
+    "await as the last expression": (
+        "import asyncio\nawait asyncio.sleep(0.01, rank)",
+        "[0] 0\n[1] 1\n",
+    ),
     "async for": (
         "async def two():\n  yield 1\n  yield 2\nasync for n in two():\n  print(n)",
         "[0-1] 1\n[0-1] 2\n",

@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+# Marks the function that stands in the place of a kernel's do_execute.
+_IGNORES = "_nbdist_ignores_presses_before_replies"
+
 
 class PendingInterrupts:
     """The interrupts that have come, kept until somebody takes them."""
@@ -45,7 +48,7 @@ def ignore_before_replies(kernel: Any) -> None:
     ipykernel, and in its subshells, nothing changes.
     """
     execute = getattr(kernel, "do_execute", None)
-    if not hasattr(kernel, "post_handler_hook") or hasattr(execute, "__wrapped__"):
+    if not hasattr(kernel, "post_handler_hook") or hasattr(execute, _IGNORES):
         return
 
     @functools.wraps(execute)  # type: ignore[arg-type]
@@ -57,6 +60,7 @@ def ignore_before_replies(kernel: Any) -> None:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+    setattr(do_execute, _IGNORES, True)
     kernel.do_execute = do_execute
 
 
