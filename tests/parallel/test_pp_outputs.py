@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from nbdist.parallel.pp.outputs import without_cache
 from tests.support.pipelines import PP
 from tests.support.torch_ranks import run_ranks
 
@@ -258,3 +260,13 @@ def test_what_another_stage_holds_is_neither_read_nor_saved_as_nothing(tmp_path:
         attributes = [[10, 10], "torch.float32", True, True, True, 100, True, True, True]
         assert fine.pop("attributes") == attributes
         assert all(value is True for value in fine.values()), fine
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_an_output_has_no_cache_by_either_of_its_names(name: str) -> None:
+    """That of transformers before 5.24, and since; what a user calls so is no cache."""
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    output = {"logits": torch.ones(2), name: cache_utils.DynamicCache()}
+
+    assert list(without_cache(output)) == ["logits"]
+    assert without_cache({"cache": torch.ones(2)}).keys() == {"cache"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
@@ -75,7 +76,17 @@ def only_loss(output: Any) -> Any:
 
 def without_cache(output: Any) -> Any:
     """The output without a cache of keys and values: the last stage's has its own blocks' alone."""
-    if isinstance(output, dict) and output.get("past_key_values") is not None:
-        kind: Any = type(output)
-        return kind(**{key: entry for key, entry in output.items() if key != "past_key_values"})
-    return output
+    if not isinstance(output, dict):
+        return output
+    # Its name in outputs of transformers is past_key_values, and cache from 5.24 on.
+    library: Any = sys.modules.get("transformers.cache_utils")
+    caches = {
+        key
+        for key, entry in output.items()
+        if (key == "past_key_values" and entry is not None)
+        or (library is not None and isinstance(entry, library.Cache))
+    }
+    kind: Any = type(output)
+    return (
+        kind(**{k: entry for k, entry in output.items() if k not in caches}) if caches else output
+    )
