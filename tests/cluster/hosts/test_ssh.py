@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -189,4 +190,7 @@ def test_hosts_that_are_not_as_they_should_be() -> None:
     assert "\nnode3  yes  " in text
     assert "- node3: " not in text
     assert "It got no answer from the notebook's machine at 10." in unanswered
-    assert "The clock of node3 is 3600 s ahead of this machine's" in shown
+    clock = re.search(r"The clock of node3 is (\d+) s ahead of this machine's", shown)
+    # Known to half of the time that asking has taken, which is seconds on a busy machine.
+    assert clock, shown
+    assert abs(int(clock[1]) - 3600) < 20
