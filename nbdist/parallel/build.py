@@ -21,7 +21,7 @@ from nbdist.parallel.consensus import interrupts_held
 from nbdist.parallel.libraries import quantized
 from nbdist.parallel.pp.absent import absent
 from nbdist.parallel.same_inputs import watch_inputs
-from nbdist.parallel.tensors import like, local_of
+from nbdist.parallel.tensors import in_order, like, local_of, order_of
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform, load
 from nbdist.strategy.choice import Degrees, steps_of
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs, local_shape
@@ -34,6 +34,8 @@ class Built:
     Attributes:
         steps: What the choice consists of.
         names: First name -> all names, of parameters and buffers; several where tied.
+        strides: First name -> a whole parameter's order in memory, alike on all ranks: DDP adds
+            gradients up as they lie.
         parameters: First name -> what is in the model now; an `AbsentTensor` where not held here.
         index: id -> first name, of these.
         outer: What the user calls.
@@ -44,7 +46,7 @@ class Built:
     steps: tuple[Transform, ...]
     layouts: Layouts
     names: dict[str, tuple[str, ...]]
-    parameter_names: tuple[str, ...]
+    strides: dict[str, tuple[int, ...]]
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     index: dict[int, str] = field(default_factory=dict)
     outer: torch.nn.Module | None = None
@@ -53,6 +55,11 @@ class Built:
     def side(self, name: str) -> Placement:
         """How a parameter or buffer lies."""
         return Placement(self.layouts[name], self.job.grid.degrees)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """First names of parameters alone."""
+        return tuple(self.strides)
 
     @property
     def title(self) -> str:
@@ -82,8 +89,12 @@ def plan(job: ModelBuild) -> Built:
     for step in steps:
         layouts = step.plan(job, layouts)
     assert layouts.keys() == names.keys(), layouts.keys() ^ names.keys()
-    parameter_names = tuple(name for name in names if isinstance(tensors[name], torch.nn.Parameter))
-    return Built(job, steps, layouts, names, parameter_names)
+    strides = {
+        name: order_of(tensors[name])
+        for name in names
+        if isinstance(tensors[name], torch.nn.Parameter)
+    }
+    return Built(job, steps, layouts, names, strides)
 
 
 def commit(
@@ -134,7 +145,7 @@ def bare(built: Built) -> Iterator[None]:
         snapshots = module_patches.snapshot_modules(built.job.base)
         try:
             module_patches.revert(built.changes)
-            _to_meta(built)
+            _to_meta(built, keeps_order=True)
             yield
         finally:
             module_patches.restore(snapshots)
@@ -184,8 +195,11 @@ def own_name(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
 
-def _to_meta(built: Built) -> dict[str, torch.Tensor]:
-    """Put a meta parameter of the whole shape in every parameter's place; what was there."""
+def _to_meta(built: Built, *, keeps_order: bool = False) -> dict[str, torch.Tensor]:
+    """Put a meta parameter of the whole shape in every parameter's place; what was there.
+
+    Contiguous, as FSDP2 wants them; or in the order in memory that the user's have.
+    """
     tensors = tensors_of(built.job.base)
     old = {}
     for name, names in built.names.items():
@@ -193,6 +207,8 @@ def _to_meta(built: Built) -> dict[str, torch.Tensor]:
         if not isinstance(tensor, torch.nn.Parameter):
             continue
         empty = torch.empty(built.layouts[name].shape, dtype=tensor.dtype, device="meta")
+        if keeps_order:
+            empty = empty.as_strided(empty.shape, built.strides[name])
         fresh = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
         quantized.keep_constants(tensor, fresh)  # a plan asks for them
         for alias in names:
@@ -262,7 +278,11 @@ def _fill_tensor(
         return part
     laid_out = tuple(local_of(shell).shape)
     assert laid_out == expected, f"{name}: planned as {expected}, laid out as {laid_out}"
-    return torch.nn.Parameter(like(shell, part), requires_grad=shell.requires_grad)
+    if not isinstance(shell, DTensor) and expected == built.layouts[name].shape:
+        part = in_order(part, built.strides[name])
+    else:
+        part = like(shell, part.contiguous())
+    return torch.nn.Parameter(part, requires_grad=shell.requires_grad)
 
 
 def _set(base: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

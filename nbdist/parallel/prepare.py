@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +73,9 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
         job = ModelBuild(model, choice, grid_for(choice), device(), accelerator=accelerator)
         what = f"Preparing {type(model).__name__}"
         planned: list[build.Built] = []
-        sketches = all_or_none(what, lambda: _sketch(planned, job))
+        sketches, strides = zip(*all_or_none(what, lambda: _sketch(planned, job)), strict=True)
         agree_on_numbers(all_or_none(what, lambda: _compare(sketches)))
+        planned[0].strides = strides[0]  # rank 0's, as its values
         for tell in events.before_build:
             tell(model, choice)
         for act in events.on_prepare:
@@ -134,6 +135,9 @@ def attach_steps(optimizer: Optimizer, models: list[Prepared]) -> None:
         bound[optimizer] = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
 
 
+Strides = dict[str, tuple[int, ...]]
+
+
 class _Sketched(NamedTuple):
     """Of a tensor what all ranks' models must have alike."""
 
@@ -143,8 +147,8 @@ class _Sketched(NamedTuple):
     constants: str  # of packed weights
 
 
-def _sketch(planned: list[build.Built], job: ModelBuild) -> list[_Sketched]:
-    """Plan, and say what all ranks' models must have alike."""
+def _sketch(planned: list[build.Built], job: ModelBuild) -> tuple[list[_Sketched], Strides]:
+    """Plan; say what all ranks' models must have alike, and the order in memory of this one's."""
     _refuse_sharded(job.base, job.choice)
     tensors = build.tensors_of(job.base)
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
@@ -155,10 +159,11 @@ def _sketch(planned: list[build.Built], job: ModelBuild) -> list[_Sketched]:
         )
     built = build.plan(job)
     planned.append(built)
-    return [
+    tensors_here = [
         _Sketched(name, tuple(tensor.shape), str(tensor.dtype), quantized.constants(tensor))
         for name, tensor in ((name, tensors[name]) for name in built.names)
     ]
+    return tensors_here, built.strides
 
 
 def _refuse_sharded(model: torch.nn.Module, choice: Strategy) -> None:
@@ -186,7 +191,7 @@ def _refuse_sharded(model: torch.nn.Module, choice: Strategy) -> None:
         )
 
 
-def _compare(sketches: list[list[_Sketched]]) -> int:
+def _compare(sketches: Sequence[list[_Sketched]]) -> int:
     """Refuse ranks whose models differ; else how many numbers this rank has given."""
     for rank, sketch in enumerate(sketches):
         if sketch == sketches[0]:

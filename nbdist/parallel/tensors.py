@@ -59,6 +59,19 @@ def like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return laid_out if laid_out.device == local.device else laid_out.to(local.device)
 
 
+def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides that have a tensor's order in memory (channels_last, transposed), without gaps."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def in_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with these strides: itself where it has them, else a copy."""
+    if tensor.stride() == strides:
+        return tensor
+    moved = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return moved.copy_(tensor)
+
+
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Equal for tensors of the same dtypes, shapes and bytes, in the same order."""
     total = hashlib.sha1(usedforsecurity=False)

@@ -82,3 +82,62 @@ def test_a_mesh_of_all_ranks_makes_no_group(tmp_path: Path) -> None:
     """Torch's own would where Gloo and a GPU are there; a replaced rank waited in it for ever."""
     for result in run_ranks(tmp_path, 2, TRAINING + SHARED_GPU):
         assert result == {"made": 0, "are_world": [True] * 3, "ranks": [0, 1]}
+
+
+MEMORY = """
+    import itertools
+    def conv():
+        torch.manual_seed(3 + rank)  # rank 0's values are to win
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Tanh(), torch.nn.Conv2d(8, 4, 3),
+            torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(16, 6))
+        net[5].weight = torch.nn.Parameter(torch.randn(16, 6).t())
+        return net
+    def strides(net):
+        return [p.stride() for p in net.parameters()]
+    def batch(step):
+        drawn = torch.Generator().manual_seed(step)
+        return torch.randn(8, 3, 9, 9, generator=drawn), torch.randint(6, (8,), generator=drawn)
+    def train(model, optimizer, steps, share=lambda t: t):
+        for step in steps:
+            x, y = map(share, batch(step))
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step(); optimizer.zero_grad()
+    outcomes = {}
+    for when, name in itertools.product(("before", "after", "never"), ("ddp", "zero1")):
+        model = conv()
+        if when == "before":
+            model = model.to(memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        switch.switch(pick(name))
+        model = live.prepare_model(model)
+        live.bind(optimizer)
+        if when == "after":
+            model = model.to(memory_format=torch.channels_last)
+        alone = copy.deepcopy(registry.prepared_of(model).base)
+        single = torch.optim.Adam(alone.parameters(), lr=1e-2)
+        train(alone, single, range(4))
+        train(model, optimizer, range(2), lambda t: t.chunk(n)[rank])
+        for other in ("fsdp", name):
+            switch.switch(pick(other))
+        train(model, optimizer, range(2, 4), lambda t: t.chunk(n)[rank])
+        off = max((p - q).abs().max().item() for p, q in zip(
+            model.parameters(), alone.parameters(), strict=True))
+        assert all(
+            state["exp_avg"].stride() == p.stride() for p, state in optimizer.state.items())
+        outcomes[f"{when} {name}"] = [off, strides(model) == strides(alone), strides(alone)[0]]
+        del model, optimizer
+    done(**outcomes)
+"""
+
+
+def test_channels_last_and_transposed_parameters(tmp_path: Path) -> None:
+    """Each rank keeps the order in memory that the user chose, before prepare or after it.
+
+    DDP adds buckets up as they lie: with another order on another rank gradients are wrong.
+    """
+    for result in run_ranks(tmp_path, 2, TRAINING + MEMORY):
+        for case, (off, is_kept, strides) in result.items():
+            assert off < 1e-5, (case, off)
+            assert strides == ([27, 9, 3, 1] if "never" in case else [27, 1, 9, 3])
+            assert is_kept == ("after" not in case), case  # switches bring back what prepare saw

@@ -21,6 +21,9 @@ _POWERSGD_RANK = 4
 # More than any model: all gradients in one bucket.
 _ONE_BUCKET_MB = 1 << 20
 
+# batch, channels, height, width
+_IMAGE_DIMS = 4
+
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -40,26 +43,30 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
 
 
 class _Trained:
-    """Gives a DDP model a new reducer where other parameters are trained than before.
+    """Gives a DDP model a new reducer where parameters are trained or lie otherwise than before.
 
     As where another adapter is set, or a layer is unfrozen: DDP reduces what was trained when it
-    was made, and what comes later would be another on each rank, without a word.
+    was made, and what comes later would be another on each rank, without a word. And as after
+    `model.to(memory_format=...)`: torch's first gradients are wrong then (2.11 to 2.15).
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._parameters = list(ddp.parameters())
-        self._are_trained = self._look()
+        # Those of convolutions, which have a memory format.
+        self._formatted = [p for p in self._parameters if p.dim() >= _IMAGE_DIMS]
+        self._before = self._look()
 
     def __call__(self, ddp: torch.nn.Module, _args: Any) -> None:
         """Before a forward; alike on all ranks. Meets no rank."""
-        are_trained = self._look()
-        if are_trained != self._are_trained and any(are_trained):
-            self._are_trained = are_trained
+        look = self._look()
+        if look != self._before and any(look[0]):
+            self._before = look
             assert isinstance(ddp, DistributedDataParallel)
             live_models.rebuild_reducer(ddp)
 
-    def _look(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
+    def _look(self) -> tuple[list[bool], list[tuple[int, ...]]]:
+        are_trained = [parameter.requires_grad for parameter in self._parameters]
+        return are_trained, [parameter.stride() for parameter in self._formatted]
 
 
 def _arguments(job: ModelBuild) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from nbdist.parallel import consensus
 from nbdist.parallel.consensus import all_gather_object
 from nbdist.parallel.options import step_device
 from nbdist.parallel.reshard.redistribute import Reshard
-from nbdist.parallel.tensors import like, local_as
+from nbdist.parallel.tensors import in_order, like, local_as
 from nbdist.strategy.tensor_layout import Placement, is_same, local_runs, missing_on_ranks
 
 # (Parameter's name, key in the optimizer's state of it.)
@@ -192,7 +192,7 @@ def write(
             continue
         state = states.setdefault(name, {})
         if entry.kind == "tensor":
-            state[key] = like(after[name], tensors[merged.label((name, key))])
+            state[key] = _laid_as(after[name], tensors[merged.label((name, key))])
         elif entry.kind == "number":
             group = groups.get(id(after[name])) or groups.get(id(before[name]), {})
             state[key] = _number(key, entry, after[name], group)
@@ -202,6 +202,13 @@ def write(
         optimizer.state.pop(before[name], None)
     for name, state in states.items():
         optimizer.state[after[name]] = state
+
+
+def _laid_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A state that lies as its parameter: fused kernels want the same order in memory."""
+    if isinstance(parameter, DTensor) or part.shape != parameter.shape:
+        return like(parameter, part)
+    return in_order(part, parameter.stride())
 
 
 def _entry(value: Any, parameter: torch.Tensor) -> StateEntry:
