@@ -23,7 +23,7 @@ from nbdist.parallel import consensus
 from nbdist.parallel.consensus import all_gather_object
 from nbdist.parallel.options import step_device
 from nbdist.parallel.reshard.redistribute import Reshard
-from nbdist.parallel.tensors import in_order, like, local_as
+from nbdist.parallel.tensors import in_order, like, local_as, order_of
 from nbdist.strategy.tensor_layout import Placement, is_same, local_runs, missing_on_ranks
 
 # (Parameter's name, key in the optimizer's state of it.)
@@ -208,7 +208,7 @@ def _laid_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A state that lies as its parameter: fused kernels want the same order in memory."""
     if isinstance(parameter, DTensor) or part.shape != parameter.shape:
         return like(parameter, part)
-    return in_order(part, parameter.stride())
+    return in_order(part, order_of(parameter))
 
 
 def _entry(value: Any, parameter: torch.Tensor) -> StateEntry:
