@@ -95,8 +95,9 @@ demo: $(INSTALLED) | build/settings
 	@echo "$(CURDIR)/build/$(DEMO).ipynb"
 	@echo "$(CURDIR)/build/$(DEMO).html"
 
-# Side by side, but the tests of a file, which share their ranks: `make test WORKERS=2` runs two
-# files of tests or notebooks at a time. Cells that judge times may fail where all cores are busy.
+# Two files of tests or notebooks at a time where there are two cores, and the tests of a file, which
+# share their ranks, one after the other. More at a time: `make test WORKERS=3`; one: WORKERS=.
+WORKERS ?= $(shell test "$$(nproc 2>/dev/null || echo 1)" -ge 2 && echo 2)
 side_by_side = $(if $(1),-n $(1) --dist loadfile)
 
 # Style and types are those of the pinned torch.
@@ -175,7 +176,7 @@ cluster-shell: $(INSTALLED)
 	@$(PY) -m tests.support.hosts
 
 notebooks: $(INSTALLED) | build/settings
-	$(PY) -m pytest $(call side_by_side,$(WORKERS)) --nbdist --timeout 480 notebooks
+	$(PY) -m pytest $(call side_by_side,$(if $(GPU),,$(WORKERS))) --nbdist --timeout 480 notebooks
 
 store: $(INSTALLED) | build/settings
 	$(PY) -m nbconvert --to notebook --execute --inplace \
