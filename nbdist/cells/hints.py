@@ -116,6 +116,11 @@ _OF_TORCH = {
         "number.full_tensor() where it has that, on all ranks. "
         "docs/strategies.md, Code over all parameters, has more"
     ),
+    "in-place operations that require placement changes are not supported": (
+        "Under fsdp and tp parameters are DTensors, and torch's Adafactor and Rprop write to them "
+        "in ways that DTensors do not have. Take another optimizer (AdamW, SGD, Muon), or a "
+        "strategy that leaves parameters whole: ddp, zero1 or pp"
+    ),
     r"setStorage: .* out of bounds for storage of size 0": (
         "Under fsdp a block's whole parameters are let go after its forward and its backward, and "
         "a gradient of a gradient (create_graph=True) or a second pass through the same graph "

@@ -38,6 +38,11 @@ from nbdist.errors import StartError
         ),
         (
             "RuntimeError",
+            "aten.pow_: in-place operations that require placement changes are not supported.",
+            r". Under fsdp and tp .* Adafactor and Rprop .*AdamW.*ddp, zero1 or pp",
+        ),
+        (
+            "RuntimeError",
             "setStorage: sizes [4, 16] requiring 256 are out of bounds for storage of size 0",
             r". Under fsdp .*create_graph=True.*Use tp.*add 0 \* sum\(p\.sum\(\) .*",
         ),
