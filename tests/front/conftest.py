@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernel import Kernel
+from tests.support.scripts import Starter
 
 START_TIMEOUT_S = 120.0
 # Ranks are forks of a process that then has all imports: none of them imports anything itself.
@@ -124,6 +125,14 @@ def bare_kernel(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel for one test alone in which nothing has been loaded."""
     with Kernel(cwd=tmp_path, env={"NBDIST_PRELOAD": "0"}) as kernel:
         yield kernel
+
+
+@pytest.fixture(scope="session")
+def starter() -> Iterator[Starter]:
+    """Starts scripts; one for all files, since it imports torch."""
+    starter = Starter()
+    yield starter
+    starter.stop()
 
 
 def start_ranks(kernel: Kernel, options: str = "-n 2") -> None:
