@@ -17,7 +17,7 @@ def echo(comm, _message):
 get_ipython().kernel.comm_manager.register_target("echo", echo)
 """
 _WAIT = "import os, time\nprint('go')\nwhile not os.path.exists({!r}): time.sleep(0.01)"
-_START = ["%load_ext nbdist", "%dist_init -n 2"]
+_START = ["%load_ext nbdist", "%dist_init -n 1"]
 
 
 def _notebook(codes: list[str]) -> nbformat.NotebookNode:
@@ -150,7 +150,7 @@ def test_an_error_aborts_the_cells_behind_it(kernel: Kernel) -> None:
 
 def test_nbclient_runs_a_notebook_and_stops_at_a_failure(tmp_path: Path) -> None:
     """A failing rank is a CellExecutionError with the rank's own error in it."""
-    notebook = _notebook([*_START, "%%distributed\nrank", "%%rank[1]\n1 / 0", "print('late')"])
+    notebook = _notebook([*_START, "%%distributed\nrank", "%%rank[0]\n1 / 0", "print('late')"])
     client = NotebookClient(
         notebook,
         timeout=120,
@@ -158,10 +158,10 @@ def test_nbclient_runs_a_notebook_and_stops_at_a_failure(tmp_path: Path) -> None
         kernel_name="python3",
     )
 
-    with pytest.raises(CellExecutionError, match="rank 1 raised ZeroDivisionError"):
+    with pytest.raises(CellExecutionError, match="rank 0 raised ZeroDivisionError"):
         client.execute(env=notebook_env())
 
     outputs = [cell.outputs for cell in notebook.cells]
-    assert outputs[2][0].text == "[0] 0\n[1] 1\n"
+    assert outputs[2][0].text == "[0] 0\n"
     assert outputs[3][-1].output_type == "error"
     assert outputs[4] == []

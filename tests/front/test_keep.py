@@ -14,15 +14,15 @@ from tests.support import processes
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel
 
-LINES = 200_000
+LINES = 20_000
 # Less than the heartbeats by which the controller alone would know of a lost rank, 30 s.
 RESTART_S = 25.0
 # Both ranks say the same in most lines, and each something of its own in some.
 PRINTS = f"""%%distributed
 import time
 for n in range({LINES}):
-    print('line', n, rank if n % 1000 == 0 else '')
-    if n % 2000 == 0:
+    print('line', n, rank if n % 100 == 0 else '')
+    if n % 200 == 0:
         time.sleep(0.02)
 """
 # A rank waits at a line that the test decides on: a file that appears.
@@ -108,7 +108,7 @@ def test_a_cell_that_prints_loses_no_line_with_its_kernel(desk: Desk) -> None:
     assert path is not None, attached.visible
     text = Path(path[1]).read_text()
     for rank in (0, 1):
-        expected = [f"line {n} {rank if n % 1000 == 0 else ''}".strip() for n in range(LINES)]
+        expected = [f"line {n} {rank if n % 100 == 0 else ''}".strip() for n in range(LINES)]
         assert lines_of(text, rank) == expected
 
 
