@@ -112,12 +112,20 @@ def mortal(kernel: Kernel) -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def fresh(_shared_kernel: Shared) -> Iterator[Kernel]:
-    """The shared kernel with new ranks for one test alone."""
-    reset(_shared_kernel)
+def without_ranks(_shared_kernel: Shared) -> Iterator[Kernel]:
+    """The shared kernel without ranks; what a test starts in it is ended."""
+    for code in ("%dist_mode local", "%dist_shutdown"):
+        _shared_kernel.run(code)
+    _shared_kernel.has_ranks = False
     yield _shared_kernel
     _shared_kernel.run("%dist_shutdown")
-    _shared_kernel.has_ranks = False
+
+
+@pytest.fixture
+def fresh(without_ranks: Kernel) -> Kernel:
+    """The shared kernel with new ranks for one test alone."""
+    start_ranks(without_ranks)
+    return without_ranks
 
 
 @pytest.fixture

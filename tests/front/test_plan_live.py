@@ -228,11 +228,6 @@ def test_what_cannot_be_checked(ranks: Kernel, line: str) -> None:
     assert "True None" in after.visible
 
 
-def test_without_ranks(bare_kernel: Kernel) -> None:
-    bare_kernel.run("%load_ext nbdist")
-    bare_kernel.run("%dist_plan net --check").check_failure("NotRunning")
-
-
 # LoRA
 
 _CONFIG = """dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2,
