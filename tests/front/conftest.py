@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernel import Kernel
+from tests.support.scripts import Starter
 
 START_TIMEOUT_S = 120.0
 # Ranks are forks of a process that then has all imports: none of them imports anything itself.
@@ -111,12 +112,20 @@ def mortal(kernel: Kernel) -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def fresh(_shared_kernel: Shared) -> Iterator[Kernel]:
-    """The shared kernel with new ranks for one test alone."""
-    reset(_shared_kernel)
+def without_ranks(_shared_kernel: Shared) -> Iterator[Kernel]:
+    """The shared kernel without ranks; what a test starts in it is ended."""
+    for code in ("%dist_mode local", "%dist_shutdown"):
+        _shared_kernel.run(code)
+    _shared_kernel.has_ranks = False
     yield _shared_kernel
     _shared_kernel.run("%dist_shutdown")
-    _shared_kernel.has_ranks = False
+
+
+@pytest.fixture
+def fresh(without_ranks: Kernel) -> Kernel:
+    """The shared kernel with new ranks for one test alone."""
+    start_ranks(without_ranks)
+    return without_ranks
 
 
 @pytest.fixture
@@ -124,6 +133,14 @@ def bare_kernel(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel for one test alone in which nothing has been loaded."""
     with Kernel(cwd=tmp_path, env={"NBDIST_PRELOAD": "0"}) as kernel:
         yield kernel
+
+
+@pytest.fixture(scope="session")
+def starter() -> Iterator[Starter]:
+    """Starts scripts; one for all files, since it imports torch."""
+    starter = Starter()
+    yield starter
+    starter.stop()
 
 
 def start_ranks(kernel: Kernel, options: str = "-n 2") -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.front.conftest import reset
+from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel
 
 _DATA = """%%distributed
@@ -102,22 +102,23 @@ def test_the_kernel_never_imports_torch(ready: Kernel) -> None:
     assert cell.plain == ["[]"]
 
 
-def test_a_seed_and_an_accelerator_with_settings_of_the_users_own(fresh: Kernel) -> None:
+def test_a_seed_and_an_accelerator_with_settings_of_the_users_own(without_ranks: Kernel) -> None:
     """%dist_init --seed sets torch, numpy and random alike on all ranks.
 
     And the usual first line of a script works: `accelerator` goes by its settings then.
     """
-    reset(fresh, "-n 2 --seed 11")
-    drawn = fresh.run(
+    kernel = without_ranks
+    start_ranks(kernel, "-n 2 --seed 11")
+    drawn = kernel.run(
         "%%distributed\nimport random, numpy\n"
         "print(torch.rand(1).item(), numpy.random.rand(), random.random())"
     )
-    made = fresh.run(
+    made = kernel.run(
         "%%distributed\nfrom accelerate import Accelerator\n"
         "mine = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=4)\n"
         "print(mine.mixed_precision, mine.num_processes, isinstance(accelerator, Accelerator))"
     )
-    used = fresh.run("%%distributed\nprint(accelerator.mixed_precision, accelerator.device)")
+    used = kernel.run("%%distributed\nprint(accelerator.mixed_precision, accelerator.device)")
 
     assert drawn.text.startswith("[0-1] ")
     assert made.text == "[0-1] bf16 2 True\n"

@@ -3,12 +3,9 @@
 import statistics
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
-from tests.support.kernel import Kernel, notebook_env
+from tests.support.kernel import Kernel
 
 _LATENCY_S = 0.25  # generous: 0.01 s on an idle machine
 _ECHO = """
@@ -17,12 +14,6 @@ def echo(comm, _message):
 get_ipython().kernel.comm_manager.register_target("echo", echo)
 """
 _WAIT = "import os, time\nprint('go')\nwhile not os.path.exists({!r}): time.sleep(0.01)"
-_START = ["%load_ext nbdist", "%dist_init -n 2"]
-
-
-def _notebook(codes: list[str]) -> nbformat.NotebookNode:
-    cells = [nbformat.v4.new_code_cell(code) for code in codes]
-    return nbformat.v4.new_notebook(cells=cells)
 
 
 def test_a_short_cell_is_not_slowed_down(kernel: Kernel) -> None:
@@ -146,22 +137,3 @@ def test_an_error_aborts_the_cells_behind_it(kernel: Kernel) -> None:
 
     assert [cell.status for cell in cells] == ["ok", "error", "aborted", "aborted"]
     assert after.text == "[0-1] 1\n"
-
-
-def test_nbclient_runs_a_notebook_and_stops_at_a_failure(tmp_path: Path) -> None:
-    """A failing rank is a CellExecutionError with the rank's own error in it."""
-    notebook = _notebook([*_START, "%%distributed\nrank", "%%rank[1]\n1 / 0", "print('late')"])
-    client = NotebookClient(
-        notebook,
-        timeout=120,
-        resources={"metadata": {"path": str(tmp_path)}},
-        kernel_name="python3",
-    )
-
-    with pytest.raises(CellExecutionError, match="rank 1 raised ZeroDivisionError"):
-        client.execute(env=notebook_env())
-
-    outputs = [cell.outputs for cell in notebook.cells]
-    assert outputs[2][0].text == "[0] 0\n[1] 1\n"
-    assert outputs[3][-1].output_type == "error"
-    assert outputs[4] == []

@@ -17,6 +17,7 @@ from nbdist.notebook.verb import NOTEBOOK
 from tests.front.conftest import START_TIMEOUT_S, start_ranks
 from tests.support import processes
 from tests.support.kernel import Kernel
+from tests.support.ranks import started, temporary_folder
 from tests.support.terminal import begun, ended, environment, nbdist
 
 PROGRAM = """\
@@ -183,7 +184,7 @@ def test_what_is_no_program_starts_no_rank(
 
 def test_run_shows_the_ranks_output_and_ends_them(folder: Path) -> None:
     """A program sees its arguments, its path and its neighbours; equal lines come once."""
-    done = ended("run", "-n", "2", "train.py", "--", "--lr", "0.1", folder=folder)
+    done = nbdist("run", "-n", "2", "train.py", "--", "--lr", "0.1", folder=folder)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -351,8 +352,7 @@ def test_clean_leaves_a_living_cluster_alone(cluster: Kernel, folder: Path) -> N
 def test_several_clusters_have_to_be_chosen_from(cluster: Kernel, folder: Path) -> None:
     """With two of them stop ends none unasked, and lists them; one is ended by its name."""
     [first] = processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*")
-    with Kernel(cwd=folder, env=environment(folder)) as other:
-        other.run("%load_ext nbdist\n%dist_init -n 1", START_TIMEOUT_S)
+    with temporary_folder(folder / "tmp"), started(1):
         both = processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*")
         [second] = set(both) - {first}
         asked = nbdist("stop", folder=folder)

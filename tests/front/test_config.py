@@ -204,6 +204,7 @@ def close(losses: object, wanted: list[float]) -> bool:
     return max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) <= 1e-6
 
 
+@pytest.mark.parity
 def test_accelerate_launch_gives_the_same_losses(ranks: Kernel, tmp_path: Path) -> None:
     """The YAML of ddp --accumulate 2 is accepted, and trains as the ranks here do."""
     wanted = trained(ranks, "ddp --accumulate 2")
@@ -217,13 +218,30 @@ def test_accelerate_launch_gives_the_same_losses(ranks: Kernel, tmp_path: Path) 
     assert close(done["losses"], wanted)
 
 
-@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.parity)])
+def test_the_batch_script_calls_torchrun_on_each_host(kernel: Kernel, tmp_path: Path) -> None:
+    """The Slurm script is good bash; its task on each host has the same line."""
+    good(kernel, f"%dist_config --write {tmp_path}/job.sbatch --nodes 2")
+    env = slurm(tmp_path, 2)
+    (tmp_path / "bin" / "torchrun").write_text(f'#!{_BASH}\necho "$*"\n')
+    done = subprocess.run(
+        [_BASH, "job.sbatch"], cwd=tmp_path, env=notebook_env(env), capture_output=True, text=True,
+        check=True, timeout=_TIMEOUT_S,
+    )  # fmt: skip
+
+    assert re.fullmatch(
+        r"(--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint localhost:\d+ "
+        r"--rdzv-id \d+ train\.py\n)\1",
+        done.stdout,
+    ), done.stdout
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("hosts", [1, 2])
 def test_the_batch_script_starts_the_tasks(ranks: Kernel, tmp_path: Path, hosts: int) -> None:
-    """The Slurm script is good bash; its task on each host starts torchrun there."""
+    """The Slurm script's task on each host starts torchrun there."""
     wanted = trained(ranks, "ddp")
     good(ranks, f"%dist_config --write {tmp_path}/job.sbatch --nodes {hosts}")
     script(tmp_path)
-    subprocess.run([_BASH, "-n", "job.sbatch"], cwd=tmp_path, check=True, timeout=10)
     done = launched(tmp_path, _BASH, "job.sbatch", env=slurm(tmp_path, hosts))
 
     assert f"#SBATCH --nodes={hosts}" in (tmp_path / "job.sbatch").read_text()

@@ -7,8 +7,9 @@ import pytest
 
 from nbdist.cluster.kernel import rank_server
 from tests.front.conftest import clear
-from tests.support.kernel import Kernel, run_python
+from tests.support.kernel import Kernel
 from tests.support.ranks import until
+from tests.support.scripts import Starter
 from tests.support.terminal import nbdist
 
 # As published tutorials are written: the variables of torchrun, a group, a step, the group's end.
@@ -38,18 +39,9 @@ def main():
 
 print(main())
 """
-# Written as torch's tutorials are: each is run by torchrun, by `nbdist run`, and in a cell.
+# Written as torch's tutorials are: each is run as torchrun does, by `nbdist run`, and in a cell.
 _SCRIPTS = sorted((Path(__file__).parents[1] / "data/scripts").glob("*.py"))
-# Without nbdist, as one program for all, since torchrun takes seconds to start. Each forms a group
-# of its own, at a port of its own: torchrun's store still has what the one before has put in.
-_ALL = """\
-import os, runpy
-os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-port = int(os.environ["MASTER_PORT"])
-for number, path in enumerate({paths!r}, 1):
-    os.environ["MASTER_PORT"] = str(port + number)
-    runpy.run_path(path, run_name="__main__")
-"""
+_IN_PARITY = {"fsdp2", "tensor_parallel"}
 # What Accelerate's barrier hands to the group, as if the rank's GPU were number 5.
 _BARRIER = """%%distributed
 from types import SimpleNamespace
@@ -137,20 +129,6 @@ def test_accelerates_end_and_state(fresh: Kernel) -> None:
     assert again.text == "[0-1] 2.0\n"
 
 
-@pytest.fixture(scope="module")
-def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The lines that all scripts print under torchrun, each with its script's name in front."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    (folder / "all.py").write_text(_ALL.format(paths=list(map(str, _SCRIPTS))))
-    # Each rank's output in a file of its own: in one pipe parts of lines mix.
-    logs = ["--redirects", "3", "--log-dir", str(folder / "logs")]
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", *logs, "all.py"]
-    done = run_python("-m", *launch, cwd=folder, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
-    files = (folder / "logs").rglob("stdout.log")
-    return {line for file in files for line in file.read_text().splitlines()}
-
-
 def _lines(text: str) -> set[str]:
     """What a program printed on ranks, without these in front."""
     return {re.sub(r"^\[[\d-]+\] ", "", line) for line in text.splitlines()}
@@ -168,17 +146,19 @@ def _imported() -> None:
     "script",
     [
         pytest.param(
-            path, id=path.stem, marks=[pytest.mark.parity] if path.stem == "tensor_parallel" else []
+            path, id=path.stem, marks=[pytest.mark.parity] if path.stem in _IN_PARITY else []
         )
         for path in _SCRIPTS
     ],
 )
 def test_a_tutorials_script_gives_what_torchrun_does(
-    kernel: Kernel, by_torchrun: set[str], script: Path, tmp_path: Path
+    kernel: Kernel, starter: Starter, script: Path, tmp_path: Path
 ) -> None:
     """Unchanged, as a program of its own and pasted into a cell, its main guard included."""
-    expected = {line for line in by_torchrun if line.startswith(f"{script.stem} ")}
     (tmp_path / "tmp").mkdir()
+    (tmp_path / script.name).write_text(script.read_text())
+    by_torch = starter.lines(tmp_path / script.name)
+    expected = {line for lines in by_torch for line in lines}
     done = nbdist("run", str(script), "-n", "2", folder=tmp_path)
     cell = kernel.run(f"%%distributed\n{script.read_text()}", 60)
     clear(kernel)

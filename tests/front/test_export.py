@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,14 +15,11 @@ from nbdist.errors import OptionError
 from nbdist.exporter.export import Magic
 from nbdist.exporter.script import RankCall
 from tests.front.conftest import start_ranks
-from tests.support.forks import ForkServer
-from tests.support.kernel import Kernel, notebook_env, run_python
+from tests.support.kernel import Kernel, run_python
+from tests.support.scripts import ABORTED, Starter, unlabelled
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 100.0
-# torch 2.13 aborts now and then at the very end, where a DDP model holds a group that has been
-# destroyed (1 of 14 on a busy machine). Each rank has printed all by then, which is compared.
-_ABORTED = -6
 _START = ["%load_ext nbdist", "%dist_init -n 2"]
 _TRAINING = [
     (
@@ -77,23 +72,10 @@ for k in range(8):
     print(f"{loss.item():.6f}")""",
 ]
 
-# What scripts import, which takes seconds.
-_IMPORTED = (
-    "torch", "accelerate", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
-    "torch.distributed.pipelining",
-)  # fmt: skip
-_AS_MAIN = """
-import os, runpy, sys
-os.chdir({folder!r})
-sys.modules[{without!r}], sys.path[0], sys.argv[:] = None, {folder!r}, {words!r}
-sys.stdout = open({out!r}, "w", buffering=1)
-runpy.run_path({script!r}, run_name="__main__")
-"""
-
 # A model with blocks, for every strategy; losses of all data, which all ranks know.
 _MODEL = """%%distributed
 torch.manual_seed(3)
-x = torch.randn(64, 8)
+x = torch.randn(32, 8)
 y = x.sin().sum(1, keepdim=True)
 
 class Block(torch.nn.Module):
@@ -133,11 +115,8 @@ _EPOCH = "%%distributed\nepoch()"
 _WEIGHTS = """%%distributed
 values = accelerator.get_state_dict(model).values()
 print("weights", float(sum(value.double().abs().sum() for value in values)))"""
-# Every kind of strategy, one after another under the same model, and back to a checkpoint.
-_ALL = [
-    "%dist_strategy fsdp", _MODEL, _EPOCH, "%dist_save first", "%dist_strategy tp", _EPOCH,
-    "%dist_strategy pp", _EPOCH, "%dist_strategy zero1", _EPOCH, "%dist_load first", _EPOCH,
-]  # fmt: skip
+# Under fsdp first, where it is saved.
+_BEGIN = ["%dist_strategy fsdp", _MODEL, _EPOCH, "%dist_save first"]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +171,7 @@ def launch(script: Path, *command: str) -> None:
         TMPDIR=str(script.parent),  # its logs' folder would stay in the temporary one
     )  # fmt: skip
 
-    has_ended = done.returncode == 0 or f"exitcode: {_ABORTED})" in done.stderr
+    has_ended = done.returncode == 0 or f"exitcode: {ABORTED})" in done.stderr
     assert has_ended, done.stderr[-4000:]
 
 
@@ -204,75 +183,6 @@ def torchrun(script: Path) -> list[list[str]]:
         "--redirects", "3", "--log-dir", str(logs),
     )  # fmt: skip
     return logged(logs)
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """Ranks of a script that ends, each with its lines and what it wrote to stderr."""
-
-    lines: list[list[str]]
-    errors: list[str]
-    codes: list[int]
-
-
-class Starter:
-    """Starts scripts as torchrun does, or as plain python, in forks that have torch."""
-
-    def __init__(self) -> None:
-        self._server = ForkServer(_IMPORTED, notebook_env({"CUDA_VISIBLE_DEVICES": ""}))
-
-    def stop(self) -> None:
-        """End what forks."""
-        self._server.stop()
-
-    def start(
-        self, script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
-    ) -> Started:
-        """Run a script where a package cannot be imported, to its end."""
-        port = free_port()
-        forks = []
-        for rank in range(ranks):
-            variables = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                "MASTER_ADDR": "localhost", "MASTER_PORT": port,
-            } if ranks > 1 else {}  # fmt: skip
-            text = _AS_MAIN.format(
-                folder=str(script.parent), script=str(script), without=without,
-                words=[str(script), *arguments], out=str(script.parent / f"{rank}.out"),
-            )  # fmt: skip
-            env = notebook_env({name: str(value) for name, value in variables.items()})
-            log = script.with_name(f"{rank}.err")
-            log.unlink(missing_ok=True)
-            forks.append((self._server.fork(text, env, log), log))
-        codes = [fork.wait(_TIMEOUT_S) for fork, _ in forks]
-        texts = [script.with_name(f"{rank}.out").read_text() for rank in range(ranks)]
-        errors = [log.read_text() for _, log in forks]
-        return Started([unlabelled(text) for text in texts], errors, codes)
-
-    def lines(
-        self, script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
-    ) -> list[list[str]]:
-        """Each rank's lines of a script that goes well."""
-        started = self.start(script, ranks, without, arguments)
-
-        assert set(started.codes) <= {0, _ABORTED}, started.errors
-        return started.lines
-
-
-@pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    """Starts scripts."""
-    starter = Starter()
-    yield starter
-    starter.stop()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def losses(lines: Sequence[str]) -> list[float]:
@@ -293,25 +203,33 @@ def trained_through(kernel: Kernel, cells: Sequence[str]) -> list[list[float]]:
     return both
 
 
+@pytest.mark.parametrize(
+    "others", [["pp"], pytest.param(["tp", "pp", "zero1"], marks=pytest.mark.parity)]
+)
 def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
-    ranks: Kernel, starter: Starter, tmp_path: Path
+    ranks: Kernel, starter: Starter, tmp_path: Path, others: list[str]
 ) -> None:
     """With nbdist, without IPython: the notebook's losses through switches and a load.
 
-    What it saved under fsdp loads here under zero1; what was saved here, in a script on one rank.
+    What it saved under fsdp loads here under another; what was saved here, in a script on one rank.
     """
-    wanted = trained_through(ranks, _ALL)
-    shown = exported(tmp_path, [*_START, *_ALL])
+    ranks.run("%%distributed\nmodel = optimizer = loader = None")
+    switches = [cell for name in others for cell in (f"%dist_strategy {name}", _EPOCH)]
+    cells = [*_BEGIN, *switches, "%dist_load first", _EPOCH]
+    wanted = trained_through(ranks, cells)
+    shown = exported(tmp_path, [*_START, *cells])
     lines = starter.lines(tmp_path / "a.py", without="IPython")
 
-    assert len(wanted[0]) == 4 + 8 + 8 + 4 + 4  # tp and pp share no batches out
+    # tp and pp share no batches out
+    epochs = [2 if name == "zero1" else 4 for name in (*others, others[-1])]
+    assert len(wanted[0]) == 2 + sum(epochs)
     for rank in (0, 1):
         assert losses(lines[rank]) == pytest.approx(wanted[rank], abs=1e-6)
     assert "fsdp, dp 2: Accelerate has no fsdp on the CPU" in shown.text
     assert [line for line in lines[0] if line.startswith("switched to")] == [
-        "switched to tp, tp 2", "switched to pp, pp 2", "switched to zero1, dp 2",
-    ]  # fmt: skip
-    [again] = {tuple(each[-4:]) for each in wanted}
+        f"switched to {name}, {'dp' if name == 'zero1' else name} 2" for name in others
+    ]
+    [again] = {tuple(each[-epochs[-1] :]) for each in wanted}
     back = trained_through(ranks, [f"%dist_load {tmp_path}/first", _EPOCH])
     assert back[0] == pytest.approx(again, abs=1e-6)
 
@@ -326,6 +244,8 @@ def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
     [loaded] = [line for line in alone if line.startswith("weights ")]
     assert float(loaded.split()[1]) == pytest.approx(float(weights[0].split()[1]))
     assert any("there saved at step" in line for line in alone)
+    for cell in ("%%distributed\nmodel = optimizer = loader = None", "%dist_strategy ddp"):
+        ranks.run(cell)
 
 
 @pytest.mark.parity
@@ -357,20 +277,25 @@ def logged(logs: Path) -> list[list[str]]:
     return [unlabelled(path.read_text()) for path in paths]
 
 
-def unlabelled(text: str) -> list[str]:
-    """Lines without the rank that a shown value begins with."""
-    return re.sub(r"(?m)^\[\d\] ", "", text).splitlines()
-
-
-def test_torchrun_prints_what_the_notebook_printed(
-    trained: list[list[str]], tmp_path: Path
+def test_a_script_prints_what_the_notebook_printed(
+    trained: list[list[str]], starter: Starter, tmp_path: Path
 ) -> None:
     """Two ranks give the same losses and values as the notebook's, in the same order."""
     exported(tmp_path, [*_START, *_TRAINING])
 
-    assert torchrun(tmp_path / "a.py") == trained
+    assert starter.lines(tmp_path / "a.py") == trained
     assert len(trained[0]) == 4 + len(["reduced", "four", "t", "(four, world_size)"])
     assert trained[1][-1] == "11"
+
+
+@pytest.mark.parity
+def test_torchrun_prints_what_the_notebook_printed(
+    trained: list[list[str]], tmp_path: Path
+) -> None:
+    """The same under torchrun itself, which starts the two ranks."""
+    exported(tmp_path, [*_START, *_TRAINING])
+
+    assert torchrun(tmp_path / "a.py") == trained
 
 
 @pytest.mark.parity
@@ -451,10 +376,12 @@ def test_without_a_launcher_it_is_one_rank(starter: Starter, tmp_path: Path) -> 
 def test_the_first_notebook_runs_as_a_script(
     ranks: Kernel, starter: Starter, tmp_path: Path
 ) -> None:
-    """notebooks/01_first_steps, with a tenth of its text, trains to the same losses."""
+    """notebooks/01_first_steps, with a fiftieth of its text, trains to the same losses."""
     cells = json.loads((_ROOT / "notebooks" / "01_first_steps.ipynb").read_text())["cells"]
     codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    codes = [code.replace("1_000_000", "100_000") for code in codes]
+    codes = [
+        code.replace("1_000_000", "20_000").replace("length=200", "length=20") for code in codes
+    ]
     shown = exported(tmp_path, codes)
     wanted = printed(ranks, [code for code in codes if code.startswith("%%distributed")])
 

@@ -11,19 +11,19 @@ import pytest
 from tests.front.conftest import START_TIMEOUT_S
 from tests.front.test_strategy import _MODEL, _STEPS
 from tests.support import processes
-from tests.support.cells import Cell
+from tests.support.cells import Cell, Handle
 from tests.support.kernel import Kernel
 
-LINES = 200_000
+LINES = 20_000
 # Less than the heartbeats by which the controller alone would know of a lost rank, 30 s.
 RESTART_S = 25.0
 # Both ranks say the same in most lines, and each something of its own in some.
 PRINTS = f"""%%distributed
-import time
+import pathlib, time
 for n in range({LINES}):
-    print('line', n, rank if n % 1000 == 0 else '')
-    if n % 2000 == 0:
-        time.sleep(0.02)
+    print('line', n, rank if n % 100 == 0 else '')
+    while n == {LINES // 2} and not pathlib.Path('go').exists():
+        time.sleep(0.01)
 """
 # A rank waits at a line that the test decides on: a file that appears.
 WAITS = """%%distributed
@@ -58,11 +58,15 @@ class Desk:
 
     def change(self) -> Cell:
         """Kill the kernel at this moment; the cell in a new one that attaches."""
+        return self.kernel.finish(self.attach(), START_TIMEOUT_S)
+
+    def attach(self) -> Handle:
+        """The same, while that cell runs."""
         old = self.kernel
         old.kill()
         old.shutdown(now=True)
         self.kernel = self._new()
-        return self.kernel.run("%dist_attach", START_TIMEOUT_S)
+        return self.kernel.start("%dist_attach")
 
     @property
     def go(self) -> Path:
@@ -99,7 +103,10 @@ def test_a_cell_that_prints_loses_no_line_with_its_kernel(desk: Desk) -> None:
     """Killed in the middle: every line of each rank is there once, in order, in the file of all."""
     handle = desk.kernel.start(PRINTS)
     desk.kernel.wait_output(handle, "line 20 ")
-    attached = desk.change()
+    handle = desk.attach()
+    desk.kernel.wait_output(handle, " running cell [")
+    desk.go.touch()
+    attached = desk.kernel.finish(handle)
     path = re.search(r"(/\S+/output/cell-\S+\.txt)", attached.visible)
 
     assert attached.status == "ok", attached.visible
@@ -108,7 +115,7 @@ def test_a_cell_that_prints_loses_no_line_with_its_kernel(desk: Desk) -> None:
     assert path is not None, attached.visible
     text = Path(path[1]).read_text()
     for rank in (0, 1):
-        expected = [f"line {n} {rank if n % 1000 == 0 else ''}".strip() for n in range(LINES)]
+        expected = [f"line {n} {rank if n % 100 == 0 else ''}".strip() for n in range(LINES)]
         assert lines_of(text, rank) == expected
 
 
@@ -189,10 +196,7 @@ def test_a_hang_is_told_after_an_attach_and_ends(desk: Desk) -> None:
 def test_an_attached_cell_is_interrupted(desk: Desk) -> None:
     """The stop button reaches ranks that another kernel has started."""
     desk.kernel.wait_output(desk.kernel.start(WAITS), "begun")
-    desk.kernel.kill()
-    desk.kernel.shutdown(now=True)
-    desk.kernel = desk._new()
-    handle = desk.kernel.start("%dist_attach")
+    handle = desk.attach()
     desk.kernel.wait_output(handle, "begun")
     desk.kernel.interrupt()
     cell = desk.kernel.finish(handle)

@@ -330,13 +330,11 @@ def test_ranks_that_run_a_cell_are_saved_and_ended(first: Kernel, folder: Path) 
 
 
 def test_at_the_end_of_their_time_ranks_are_saved_and_end(first: Kernel, folder: Path) -> None:
-    """The file beside the checkpoint says how that went; ranks end where it fails too."""
+    """The file beside the checkpoint says how that went."""
     ok(first, "%dist_init -n 2")
     ok(first, MODEL)
     pids = rank_pids(first)
     detached = ok(first, f"%dist_detach 1s --save {folder}/ended")
-    ok(first, "%dist_init -n 1")
-    ok(first, "%dist_detach 1s --save new/failed")
     has_ended = until(
         lambda: not processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*"), TIMEOUT_S
     )
@@ -350,6 +348,17 @@ def test_at_the_end_of_their_time_ranks_are_saved_and_end(first: Kernel, folder:
     log = (folder / "ended.log").read_text()
     assert "ended saved at step 0" in log
     assert re.search(r"^run-\w+: ranks 0-1 stopped$", log, re.MULTILINE)
+
+
+@pytest.mark.faults
+def test_at_the_end_of_their_time_ranks_end_where_nothing_can_be_saved(
+    first: Kernel, folder: Path
+) -> None:
+    """The file beside where the checkpoint would be says why there is none."""
+    ok(first, "%dist_init -n 1")
+    ok(first, "%dist_detach 1s --save new/failed")
+
+    assert until(lambda: not processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*"), TIMEOUT_S)
     assert not (folder / "new" / "failed").exists()
     assert "No model is prepared" in (folder / "new" / "failed.log").read_text()
 

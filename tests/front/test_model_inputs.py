@@ -11,7 +11,10 @@ _EVALUATED = f"{_BY_HAND}with torch.no_grad():\n    loss = model(mine, labels=mi
 _LINT = "lint model-inputs [0-1]: model was called with different inputs on rank 0 and rank 1"
 
 
-@pytest.mark.parametrize("typed", ["tp", "cp", "ulysses", "pp"])
+@pytest.mark.parametrize(
+    "typed",
+    ["tp", "pp", *(pytest.param(name, marks=pytest.mark.parity) for name in ("cp", "ulysses"))],
+)
 def test_a_batch_that_was_shared_out_by_hand(kernel: Kernel, typed: str) -> None:
     """The first training step fails and changes nothing; later steps and evaluation are linted."""
     kernel.run(f"%dist_strategy {typed}")

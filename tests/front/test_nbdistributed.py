@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
 from tests.support.kernel import notebook_env
@@ -78,17 +79,28 @@ _CELLS = [
 
 
 def test_a_notebook_of_nbdistributed_runs_with_two_lines_changed(tmp_path: Path) -> None:
-    """Every cell succeeds and shows what it should; nothing goes to the wrong place."""
-    notebook = new_notebook(cells=[new_code_cell(_CHANGED.get(code, code)) for code, _ in _CELLS])
+    """Every cell succeeds and shows what it should; nothing goes to the wrong place.
+
+    A rank's failure between them is a CellExecutionError with the rank's own error in it.
+    """
+    cells = [new_code_cell(_CHANGED.get(code, code)) for code, _ in _CELLS]
+    failing = new_code_cell("%%rank[1]\n1 / 0")
+    notebook = new_notebook(cells=[*cells[:-2], failing, *cells[-2:]])
     client = NotebookClient(
         notebook,
         timeout=100,
         kernel_name="python3",
         resources={"metadata": {"path": str(tmp_path)}},
     )
-    client.execute(env=notebook_env())
+    with client.setup_kernel(env=notebook_env()):
+        for index, cell in enumerate(notebook.cells):
+            if cell is not failing:
+                client.execute_cell(cell, index)
+                continue
+            with pytest.raises(CellExecutionError, match="rank 1 raised ZeroDivisionError"):
+                client.execute_cell(cell, index)
 
-    for (code, wanted), cell in zip(_CELLS, notebook.cells, strict=True):
+    for (code, wanted), cell in zip(_CELLS, cells, strict=True):
         shown = _shown(cell.outputs)
         assert re.fullmatch(wanted, shown, re.DOTALL), f"{code}\nshows\n{shown}"
     assert len(_CHANGED) == 2

@@ -94,14 +94,3 @@ def test_a_recorded_cell_says_which_step_it_records(kernel: Kernel, shared_folde
 
     assert done.text.rpartition("\r")[2].strip() == ""
     assert [line.startswith("trace of ranks 0-1") for line in done.plain] == [True]
-
-
-def test_a_plan_by_a_run_says_which_strategy_it_counts(kernel: Kernel) -> None:
-    """The process that counts takes longer to start than nothing is shown."""
-    cell = kernel.start("%dist_plan 7e6 --engine fake --strategy fsdp --ranks 2 --seq 64")
-    kernel.wait_output(cell, "plan: counting fsdp")
-    done = kernel.finish(cell, 120.0)
-
-    assert "plan: counting" not in done.visible
-    assert "fsdp" in done.visible
-    assert len(done.outputs) == 1

@@ -142,10 +142,9 @@ def number(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"-?\d+\.\d+", text)]
 
 
-def test_ranks_start_with_a_strategy(fresh: Kernel) -> None:
+def test_ranks_start_with_a_strategy(without_ranks: Kernel) -> None:
     """--strategy is checked before anything starts, counts at once, and can be reset alone."""
-    kernel = fresh
-    kernel.run("%dist_shutdown")
+    kernel = without_ranks
     refused = kernel.run("%dist_init -n 2 --strategy tp --tp 3")
     nothing = kernel.run("%dist_status")
     started = kernel.run("%dist_init -n 2 --strategy fsdp --bf16", 120)

@@ -305,11 +305,15 @@ def test_a_string_with_our_magic_in_it_is_left_alone(kernel: Kernel) -> None:
     assert cell.plain == ["'\\n%%distributed\\n'"]
 
 
-def test_a_whole_session_from_nothing_to_nothing(bare_kernel: Kernel) -> None:
-    """Verbs before a start name %dist_init; --auto, --seed, reset and shutdown do what they say."""
-    kernel = bare_kernel
-    kernel.run("%load_ext nbdist")
-    early = [kernel.run(code) for code in _NEEDS_RANKS]
+def test_verbs_before_a_start_name_it(bare_kernel: Kernel) -> None:
+    bare_kernel.run("%load_ext nbdist")
+    for code in (*_NEEDS_RANKS, "%dist_plan net --check"):
+        bare_kernel.run(code).check_failure("NotRunning", "%dist_init -n 2")
+
+
+def test_a_whole_session_from_nothing_to_nothing(without_ranks: Kernel) -> None:
+    """--auto, --seed, reset and shutdown do what they say; then verbs name %dist_init again."""
+    kernel = without_ranks
     started = kernel.run("%dist_init --num-processes 2 --seed 3 --auto", 120)
     first = kernel.run("torch.rand(1).item()")
     kernel.run("left = 1")
@@ -322,8 +326,8 @@ def test_a_whole_session_from_nothing_to_nothing(bare_kernel: Kernel) -> None:
     local = kernel.run("'rank' in dir()")
     late = [kernel.run(code) for code in _NEEDS_RANKS]
 
-    assert [c.error and c.error.ename for c in early + late] == ["NotRunning"] * len(early + late)
-    assert all(c.error and "%dist_init -n 2" in c.error.evalue for c in early + late)
+    for cell in late:
+        cell.check_failure("NotRunning", "%dist_init -n 2")
     assert re.match(r"2 ranks on 1 host, ready in \d", started.plain[0])
     assert "Gloo on the CPU" in started.plain[0]
     assert first.text.startswith("[0-1] 0.")

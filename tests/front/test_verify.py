@@ -1,5 +1,7 @@
 """%dist_verify, typed in a real kernel with two real ranks."""
 
+import pytest
+
 from tests.support.kernel import Kernel
 
 _MODEL = """%%distributed
@@ -37,19 +39,7 @@ print([float(p.detach().double().sum()) for p in model.parameters()],
       [float(v.double().sum()) for s in optimizer.state.values() for v in s.values()],
       int(torch.random.get_rng_state().sum()), sorted(n for n in globals() if n[0] != "_"))
 """
-_GONE = (
-    "%%distributed\nimport gc; del model, optimizer, Net, Layer, step, flipped; gc.collect(); None"
-)
-
-
-def check_fsdp(kernel: Kernel) -> None:
-    """fsdp as the reference, and what is none."""
-    before = kernel.run(_STATE).visible
-    beside_fsdp = kernel.run("%dist_verify --against fsdp -- step()").visible
-    assert "right: a step under ddp, dp 2 computes the same as under fsdp, dp 2" in beside_fsdp
-    refused = kernel.run("%dist_verify --against pp -- step()").visible
-    assert "There is no reference 'pp'; there are single, fsdp" in refused
-    assert kernel.run(_STATE).visible == before
+_GONE = "%%distributed\nimport gc; del model, optimizer, Net, Layer, step; gc.collect(); None"
 
 
 _FLIPPED = """%%distributed
@@ -60,12 +50,21 @@ def flipped():
 """
 
 
-def check_other_steps(kernel: Kernel) -> None:
-    """One of our own is right; of the user's a finding is shown, with its line."""
-    assert kernel.run("%%distributed\nx = torch.randn(4, 8)").status == "ok"
-    assert "right: a step" in kernel.run("%dist_verify --inputs x --steps 2").visible
+@pytest.mark.parity
+def test_fsdp_is_the_reference_on_request(kernel: Kernel) -> None:
+    """And what is none is refused; of a step with inputs of its own a finding has its line."""
+    assert kernel.run(_MODEL).status == "ok"
+    before = kernel.run(_STATE).visible
+    beside_fsdp = kernel.run("%dist_verify --against fsdp -- step()").visible
+    refused = kernel.run("%dist_verify --against pp -- step()").visible
+    after = kernel.run(_STATE).visible
     assert kernel.run(_FLIPPED).status == "ok"
     flipped = kernel.run("%dist_verify -- flipped()").visible
+    kernel.run(_GONE)
+
+    assert "right: a step under ddp, dp 2 computes the same as under fsdp, dp 2" in beside_fsdp
+    assert "There is no reference 'pp'; there are single, fsdp" in refused
+    assert after == before
     assert "NOT right under ddp, dp 2" in flipped
     assert "bad code by rank: rank 1 alone calls flip, on what goes into the model" in flipped
     assert "line 4 of cell [" in flipped
@@ -81,7 +80,6 @@ def test_a_step_is_right_or_its_line_is_named(
         assert cell.status == "ok", cell.visible
         return cell.visible
 
-    ran("%dist_reset")
     assert "no prepared model" in _shared_kernel.run("%dist_verify -- step()").visible
     ran(_MODEL)
     before = ran(_STATE)
@@ -95,8 +93,9 @@ def test_a_step_is_right_or_its_line_is_named(
     assert html.index("<details><summary>") < html.index("<img")
     assert "On the host the copies took" in html
     assert ran(_STATE) == before
-    check_fsdp(_shared_kernel)
-    check_other_steps(_shared_kernel)
+
+    ran("%%distributed\nx = torch.randn(4, 8)")
+    assert "right: a step" in ran("%dist_verify --inputs x --steps 2")
 
     ran("%dist_strategy tp")
     ran("%%distributed\ntorch.manual_seed(3)")

@@ -1,0 +1,93 @@
+"""Scripts of torch's own form, started as torchrun does, or as plain python."""
+
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.forks import ForkServer
+from tests.support.kernel import notebook_env
+
+_TIMEOUT_S = 100.0
+# torch 2.13 aborts now and then at the very end, where a DDP model holds a group that has been
+# destroyed (1 of 14 on a busy machine). Each rank has printed all by then, which is compared.
+ABORTED = -6
+# What scripts import, which takes seconds.
+_IMPORTED = (
+    "torch", "accelerate", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.distributed.pipelining",
+)  # fmt: skip
+_AS_MAIN = """
+import os, runpy, sys
+os.chdir({folder!r})
+sys.modules[{without!r}], sys.path[0], sys.argv[:] = None, {folder!r}, {words!r}
+sys.stdout = open({out!r}, "w", buffering=1)
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Ranks of a script that ends, each with its lines and what it wrote to stderr."""
+
+    lines: list[list[str]]
+    errors: list[str]
+    codes: list[int]
+
+
+class Starter:
+    """Starts scripts as torchrun does, or as plain python, in forks that have torch."""
+
+    def __init__(self) -> None:
+        self._server = ForkServer(_IMPORTED, notebook_env({"CUDA_VISIBLE_DEVICES": ""}))
+
+    def stop(self) -> None:
+        """End what forks."""
+        self._server.stop()
+
+    def start(
+        self, script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
+    ) -> Started:
+        """Run a script where a package cannot be imported, to its end."""
+        port = free_port()
+        forks = []
+        for rank in range(ranks):
+            variables = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+                "MASTER_ADDR": "localhost", "MASTER_PORT": port,
+            } if ranks > 1 else {}  # fmt: skip
+            text = _AS_MAIN.format(
+                folder=str(script.parent), script=str(script), without=without,
+                words=[str(script), *arguments], out=str(script.parent / f"{rank}.out"),
+            )  # fmt: skip
+            env = notebook_env({name: str(value) for name, value in variables.items()})
+            log = script.with_name(f"{rank}.err")
+            log.unlink(missing_ok=True)
+            forks.append((self._server.fork(text, env, log), log))
+        codes = [fork.wait(_TIMEOUT_S) for fork, _ in forks]
+        texts = [script.with_name(f"{rank}.out").read_text() for rank in range(ranks)]
+        errors = [log.read_text() for _, log in forks]
+        return Started([unlabelled(text) for text in texts], errors, codes)
+
+    def lines(
+        self, script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
+    ) -> list[list[str]]:
+        """Each rank's lines of a script that goes well."""
+        started = self.start(script, ranks, without, arguments)
+
+        assert set(started.codes) <= {0, ABORTED}, started.errors
+        return started.lines
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def unlabelled(text: str) -> list[str]:
+    """Lines without the rank that a shown value begins with."""
+    return re.sub(r"(?m)^\[\d\] ", "", text).splitlines()
