@@ -1,15 +1,5 @@
-"""What tests of recordings in pytest's own process share."""
+"""The fixture that tests here share."""
 
-import gc
-from collections.abc import Iterator
+from tests.support.heap import frozen
 
-import pytest
-
-
-@pytest.fixture(scope="module")
-def frozen() -> Iterator[None]:
-    """What was there before is not looked at again and again: half a million objects."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+__all__ = ["frozen"]
