@@ -145,12 +145,12 @@ def test_a_process_that_ends(engine: FakeEngine) -> None:
     assert memory.note.startswith("the process of the fake run ended (exit code -9")
 
 
-def test_a_config_that_makes_no_model() -> None:
+def test_a_config_that_makes_no_model(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason is told; nothing is raised."""
-    with FakeEngine(
-        Source(config={"model_type": "no-such-type"}), otherwise=_otherwise
-    ) as fake_engine:
-        memory = fake_engine(TINY, choose("ddp", {}, 2), LOAD)
+    monkeypatch.setattr(engine, "_otherwise", _otherwise)
+    engine._source = Source(config={"model_type": "no-such-type"})
+    memory = engine(TINY, choose("ddp", {}, 2), LOAD)
+    engine._source = Source(config=_CONFIG)  # goes with the next request
 
     assert "the run failed with" in memory.note
 
