@@ -48,8 +48,8 @@ def run_of(engine: FakeEngine, name: str, n: int = 2, **options: object) -> Memo
 @pytest.mark.parametrize(
     ("name", "n", "options", "parts"),
     [("fsdp", 8, {}, 8), ("fsdp1", 4, {}, 4),
-     pytest.param("ddp", 2, {}, 1, marks=pytest.mark.accuracy),
-     pytest.param("fsdp", 8, {"shard": "hybrid"}, 4, marks=pytest.mark.accuracy)],
+     pytest.param("ddp", 2, {}, 1, marks=pytest.mark.parity),
+     pytest.param("fsdp", 8, {"shard": "hybrid"}, 4, marks=pytest.mark.parity)],
 )  # fmt: skip
 def test_states_are_exact(
     engine: FakeEngine, name: str, n: int, options: dict[str, object], parts: int

@@ -47,7 +47,7 @@ def lora(rank: int, modules: Any, name: str) -> LoraConfig:
 
 _NAMES, _TARGETS = ("gpt2", "llama-2-70b", "qwen2.5-7b"), (None, ALL, "first")
 _SOME = {("gpt2", None), ("gpt2", "first"), ("qwen2.5-7b", ALL)}
-more = pytest.mark.accuracy
+more = pytest.mark.parity
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ _SHORT = {
 @pytest.mark.parametrize(
     ("form", "way"),
     [
-        pytest.param(form, way, marks=() if (form, way) in _SHORT else pytest.mark.accuracy)
+        pytest.param(form, way, marks=() if (form, way) in _SHORT else pytest.mark.parity)
         for form in FORMS
         for way in _WAYS
     ],
