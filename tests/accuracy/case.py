@@ -99,13 +99,13 @@ MODELS: dict[str, dict[str, Any] | None] = {
 _FULL, _SEL, _BF16 = {"checkpoint": "full"}, {"checkpoint": "selective"}, {"bf16": True}
 # `make test` takes these, one group of ranks.
 SHORT = [
-    Case("llama", "single"),
     Case("llama", "fsdp"),
-    Case("llama", "zero1"),
     Case("mlp", "ddp"),
-    Case("cnn", "fsdp"),
 ]
 LONG = [
+    Case("llama", "single"),
+    Case("llama", "zero1"),
+    Case("cnn", "fsdp"),
     Case("llama", "ddp"),
     Case("llama", "tp"),
     Case("llama", "tp", {"sequence_parallel": True}),

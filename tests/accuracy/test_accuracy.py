@@ -28,7 +28,7 @@ def _engine() -> Iterator[FakeEngine]:
 
 
 def test_states_and_peaks_of_some(tmp_path: Path, engine: FakeEngine) -> None:
-    """One of each kind: single, ddp, zero1, fsdp; a transformer, an MLP, a CNN."""
+    """A transformer in parts, and an MLP that is whole on each rank and has no config."""
     _compare(tmp_path, 2, SHORT, engine)
 
 

@@ -1,6 +1,5 @@
 """PEFT's adapters, alone and merged, under each strategy that trains them, as PEFT loads them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,22 +87,31 @@ TEXT = """
             ),
         }
 """
-CASES = [
-    ("ddp", "lora"),
-    ("ddp", "dora"),
-    ("fsdp", "dora"),
-    ("fsdp", "bias"),
-    ("pp", "lora"),
-    ("fsdp1", "lora"),
-]
+SOME = [("ddp", "dora"), ("fsdp", "bias"), ("pp", "lora")]
+OTHERS = [("ddp", "lora"), ("fsdp", "dora"), ("fsdp1", "lora")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[SOME, pytest.param(OTHERS, marks=pytest.mark.parity)],
+    ids=["some", "others"],
+)
+def told(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What rank 0 reports."""
+    folder = tmp_path_factory.mktemp("exports")
+    text = MODEL + TEXT + f"    exports = [exported(*case) for case in {request.param!r}]\n"
+    env = {"FOLDER": str(folder / "weights"), "HF_HUB_OFFLINE": "1"}
+    with TorchRanks(folder / "run", 2, text + REFUSED, **env) as ranks:
+        return ranks.results()[0]
 
 
 def test_an_adapter_is_what_peft_loads_alone_and_what_transformers_loads_merged(
-    tmp_path: Path,
+    told: dict[str, Any],
 ) -> None:
     """Every logit is that of the model in one process; the model on the ranks stays unmerged."""
-    text = TEXT + f"    done(exports=[exported(*case) for case in {CASES!r}])\n"
-    for export in results(tmp_path, text)["exports"]:
+    for export in told["exports"]:
         assert export["titles"] == ["adapter default of LlamaForCausalLM", "LlamaForCausalLM"]
         assert export["names"] == ["adapter_config.json", "adapter_model.safetensors"]
         assert export["loading"] == [0, 0]
@@ -112,6 +120,8 @@ def test_an_adapter_is_what_peft_loads_alone_and_what_transformers_loads_merged(
 
 
 REFUSED = """
+    folder = folder / "refused"
+
     def refused(model, **options):
         try:
             weights.export_model(model, folder / "x", **options)
@@ -131,6 +141,7 @@ REFUSED = """
     fresh = llama()
     fresh.load_adapter(str(Path(written.path).parent))
     done(
+        exports=exports,
         texts=[
             refused(llama(), is_merged=True), refused(two), refused(prefix),
             refused(prefix, is_merged=True),
@@ -141,20 +152,11 @@ REFUSED = """
 """
 
 
-def test_what_cannot_be_written_so_is_refused_with_a_reason(tmp_path: Path) -> None:
+def test_what_cannot_be_written_so_is_refused_with_a_reason(told: dict[str, Any]) -> None:
     """And transformers' own way to have adapters is exported as PEFT's is."""
-    by_rank = results(tmp_path, TEXT + REFUSED)
-
-    assert "LlamaForCausalLM has no adapters of PEFT to merge" in by_rank["texts"][0]
-    assert "2 adapters are active: default, other" in by_rank["texts"][1]
-    assert "PEFT computes prompt_embeddings" in by_rank["texts"][2]
-    assert "cannot be merged into weights" in by_rank["texts"][3]
-    assert by_rank["left"] == ["integrated"]
-    assert by_rank["integrated"]
-
-
-def results(tmp_path: Path, text: str) -> dict[str, Any]:
-    """What rank 0 reports."""
-    env = {"FOLDER": str(tmp_path / "weights"), "HF_HUB_OFFLINE": "1"}
-    with TorchRanks(tmp_path / "run", 2, MODEL + text, **env) as ranks:
-        return ranks.results()[0]
+    assert "LlamaForCausalLM has no adapters of PEFT to merge" in told["texts"][0]
+    assert "2 adapters are active: default, other" in told["texts"][1]
+    assert "PEFT computes prompt_embeddings" in told["texts"][2]
+    assert "cannot be merged into weights" in told["texts"][3]
+    assert told["left"] == ["integrated"]
+    assert told["integrated"]

@@ -16,7 +16,7 @@ import pytest
 
 from tests.gpu.places import PLACES, on_places
 from tests.parity.case import LIMITS, Case, tolerance_of, worst_of_ranks
-from tests.parity.cases import LONG, NAMES, SAVED, SHORT, SWITCHED, circuit
+from tests.parity.cases import LONG, NAMES, SAVED, SWITCHED, circuit
 from tests.parity.texts import ROWS, SWITCHES
 from tests.parity.texts_checkpoint import CHECKPOINTS
 from tests.support.torch_ranks import TorchRanks
@@ -30,7 +30,7 @@ MORE = 5.0
 
 def cases_of(n: int, row: str, *, on_cpu: bool) -> list[Case]:
     """Everything that docs/parity.md compares of a row of the strategies on so many ranks."""
-    every = [*SHORT.get(n, ()), *itertools.chain(*(LONG[key] for key in LONG if key[0] == n))]
+    every = itertools.chain(*(LONG[key] for key in LONG if key[0] == n))
     cases = [case for case in dict.fromkeys(every) if case.typed.split()[0] == row]
     return cases if on_cpu else list(itertools.chain(*map(_on_gpu, cases)))
 

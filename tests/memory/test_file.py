@@ -339,7 +339,7 @@ def test_huge_files(tmp_path: Path, monkeypatch: Any) -> None:
         read(path)
     monkeypatch.setattr(safe_pickle, "MOST_BYTES", 10**6)
     packed = tmp_path / "rank1.pickle.gz"
-    packed.write_bytes(gzip.compress(_proto(b"N" * 10**8), 1))
+    packed.write_bytes(gzip.compress(_proto(b"N" * 10**7), 1))
     assert packed.stat().st_size < 10**6
     with pytest.raises(SnapshotError, match=r"is too large"):
         read(packed)

@@ -1,6 +1,5 @@
 """One sequence on several ranks: attention in pieces, by ring or heads; the model called whole."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +51,28 @@ TRAINS = """
     results = {}
     for context in ("ring", "ulysses"):
         results[context] = apart(Model, loss, context=context)
-        results[context + " bf16"] = apart(Model, loss, context=context, precision="bf16")
-        for kind in ("full", "selective", "2") if n == 2 else ("full",):
+        for kind in ("full", "selective", "2") if "MORE" in os.environ else ():
             results[f"{context} checkpoint {kind}"] = apart(
                 Model, loss, context=context, checkpoint=kind)
-    results["keyword"] = apart(Model, keyword)
+    if "MORE" in os.environ:
+        results["ulysses bf16"] = apart(Model, loss, context="ulysses", precision="bf16")
+        results["keyword"] = apart(Model, keyword)
+    results["ring bf16"] = apart(Model, loss, context="ring", precision="bf16")
     results["ignored targets"] = apart(Model, ignoring)
     results["loss outside of the model"] = apart(Model, by_hand)
 """
 
 
-SIZES = [pytest.param(2, marks=pytest.mark.parity), 4]
+# Only from four ranks on is there one that is neither the first, the last nor a neighbour.
+SIZES = [(4, {}), *(pytest.param((n, {"MORE": "1"}), marks=pytest.mark.parity) for n in (2, 4))]
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=SIZES, ids=str)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What every rank has found about attention in pieces, and about training with it."""
     text = COMMON + PIECES + "    pieces = results\n" + TRAINS
-    folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks(folder, request.param, text + "    done(pieces=pieces, trains=results)")
+    folder, (size, more) = tmp_path_factory.mktemp("ranks"), request.param
+    return run_ranks(folder, size, text + "    done(pieces=pieces, trains=results)", **more)
 
 
 def test_attention_in_pieces_and_its_gradients_are_those_of_the_whole(run: Any) -> None:
@@ -81,7 +83,7 @@ def test_attention_in_pieces_and_its_gradients_are_those_of_the_whole(run: Any) 
 
 
 def test_a_model_trains_as_by_itself(run: Any) -> None:
-    """Losses of four steps, and gradients; targets are ignored unevenly over the ranks."""
+    """Losses of two steps, and gradients; targets are ignored unevenly over the ranks."""
     for end in run:
         for name, (loss, gradient) in end["trains"].items():
             # A loss in bf16 has steps of 0.016 at its size.
@@ -111,8 +113,9 @@ LLAMA = """
     def counted(model, step):
         return model(**ids(step), num_items_in_batch=81).loss
 
+    every = [*itertools.product((llama, gpt2), ("ring", "ulysses"))]
     results = {f"{build.__name__} {context}": apart(build, loss, context=context)
-               for build in (llama, gpt2) for context in ("ring", "ulysses")}
+               for build, context in every[1:3 if n == 2 else 4]}
     results["items counted"] = apart(llama, counted)
     # Its values are float32 in a cache and bf16 without one.
     half = apart(llama, loss, precision="bf16")
@@ -145,7 +148,7 @@ LLAMA = """
             attn_layer_offset=1, num_experts=2, mamba_d_state=4, use_mamba_kernels=False))
     errors = {
         "lfm2": refusal(lambda: loss(split(make(lfm2)), 0)),
-        "jamba": refusal(lambda: loss(split(make(jamba)), 0)),
+        "jamba": n == 4 and refusal(lambda: loss(split(make(jamba)), 0)),
         "mask": refusal(lambda: model(**ids(0), attention_mask=mask)),
         "window": refusal(lambda: split(narrow)(**ids(0))),
         "eager": refusal(lambda: split(eager)(**ids(0))),
@@ -168,7 +171,8 @@ def test_models_of_transformers_need_no_change(tmp_path: Path, size: int) -> Non
         errors = end["errors"]
         # Their weights at the start are too small for a difference of the outputs.
         assert "outside of attention in model.layers.1.conv (Lfm2ShortConv)" in errors["lfm2"]
-        assert "outside of attention in model.layers.0.mamba (JambaMamba" in errors["jamba"]
+        if size == 4:
+            assert "outside of attention in model.layers.0.mamba (JambaMamba" in errors["jamba"]
         assert "Leave it out where padding is at the end" in errors["mask"]
         assert "sliding_window is 16, less than the sequence of 24" in errors["window"]
         assert "attn_implementation='sdpa'" in errors["eager"]
@@ -251,7 +255,7 @@ MODELS = """
                "pair": apart(Pair, lambda m, s: m(*batch(s))["loss"]),
                **{f"{context} checkpoint {reentrant}": apart(
                       again(reentrant), loss, context=context)
-                  for context in ("ring", "ulysses") for reentrant in (False, True)}}
+                  for context, reentrant in (("ring", False), ("ulysses", True))}}
 
     # What is computed without gradients comes whole, and as often as not by each rank alone.
     x, y = batch(9)
@@ -372,7 +376,8 @@ SMALL = """
         def forward(self, x):
             return super().forward(x.transpose(0, 1))[0].transpose(0, 1)
     refused = {f"{name} {gamma}": refusal(lambda: loss(split(make(lambda: Small(kind, gamma))), 0))
-               for name, kind in branches.items() for gamma in (0.0, 1e-3, 1.0)}
+               for name, kind in branches.items()
+               for gamma in ((0.0, 1e-3, 1.0) if name == "conv" else (0.0,))}
     model = split(make(lambda: Small(branches["statistics"], 1.0)))
     model.eval()
     loss(model, 0)  # the model is tried again when it trains
@@ -428,7 +433,11 @@ def test_what_is_small_at_the_start_is_refused_too(tmp_path: Path) -> None:
         module = {"conv": "branches.0.conv (Conv1d)", "ahead": "branches.0 (Ahead)"}
         module |= {"rnn": "branches.0 (Last)", "far": "branches.0.conv (Conv1d)"}
         module |= {"training": "branches.0.conv (Conv1d)", "statistics": "branches.0 (Statistics)"}
-        for kind, gamma in itertools.product(module, ("0.0", "0.001", "1.0")):
+        for kind, gamma in [
+            *((kind, "0.0") for kind in module),
+            ("conv", "0.001"),
+            ("conv", "1.0"),
+        ]:
             assert f"outside of attention in {module[kind]}" in refused[f"{kind} {gamma}"], kind
         assert module["statistics"] in refused["statistics after an evaluation"]
         assert "Let forward take `position_ids`" in refused["positions"]
@@ -497,7 +506,7 @@ FORWARD = """
         expected, model = even.eval()(x), split(even, context="ulysses")
         calm = (model.eval()(x) - expected).abs().max().item()
         model.base.train()
-        drawn = torch.stack([model(x) for _ in range(200)])
+        drawn = torch.stack([model(x) for _ in range(100)])
     apart, mean = (drawn[0] - expected).abs().mean().item(), (drawn.mean(0) - expected).abs().mean()
     done(told=message, alone=alone, calm=calm, apart=apart, mean=mean.item(),
          sums=drawn.sum().item())

@@ -26,18 +26,14 @@ done(fp32={
     "gpipe": compare(schedule="gpipe", made={"tied": False}),
     "interleaved": compare(schedule="interleaved", made={"depth": 5}),
     "zb": compare(schedule="zb", made={"depth": 4}, how=plain),
-    "zb, twice used": compare(schedule="zb", made={"tied": False}),
     "accumulated": compare(accumulate=2),
-    "two pieces": compare(microbatches=2),
-    "more pieces": compare(microbatches=8, schedule="interleaved", made={"depth": 4}),
     "one piece": compare(microbatches=1),
     "tied, with a bias of its own": compare(how=own_bias),
     "frozen": compare(how=freeze),
-    "first stage frozen": compare(how=freeze, made={"depth": 2, "tied": False}),
     "checkpointed": compare(checkpoint="full"),
 },
 fp64=compare(how=lambda model: model.double()),
-half={kind: compare(precision=kind)[0] for kind in ("bf16", "fp16")})
+half=compare(precision="bf16")[0])
 """
 )
 
@@ -56,8 +52,7 @@ def test_it_trains_as_one_process(tmp_path: Path) -> None:
     for result in results:
         assert max(result["fp64"]) < 1e-14
         # As far off as autocast is in one process, and off.
-        assert 0 < result["half"]["bf16"] < 5e-3
-        assert 0 < result["half"]["fp16"] < 5e-4
+        assert 0 < result["half"] < 5e-3
 
 
 ORDERS = (
@@ -151,12 +146,7 @@ def test_no_schedule_hangs_where_a_rank_has_one_stream(tmp_path: Path) -> None:
 MODELS = (
     PP
     + """
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-def llama():
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False))
+from transformers import GPT2Config, GPT2LMHeadModel
 
 def gpt2():
     return GPT2LMHeadModel(GPT2Config(
@@ -262,8 +252,8 @@ def in_pieces(model, call, count):
 
 import math, warnings
 CASES = {
-    "llama": (llama, call_hf), "gpt2": (gpt2, call_hf), "encoder": (Encoder, call_encoder),
-    "row": (Row, call_row), "carried": (Carried, call_carried),
+    "gpt2": (gpt2, call_hf), "encoder": (Encoder, call_encoder), "row": (Row, call_row),
+    "carried": (Carried, call_carried),
 }
 fp32, outputs, forms = {}, {}, {}
 for name, (kind, call) in CASES.items():
@@ -314,7 +304,7 @@ done(fp32=fp32, outputs=outputs, forms=forms)
 
 
 def test_models_of_all_kinds(tmp_path: Path) -> None:
-    """Llama, tied GPT-2, torch's encoder, Sequential and tuples; eval gives all of the output."""
+    """Tied GPT-2, torch's encoder, Sequential and tuples; eval gives all of the output."""
     results = run_ranks(tmp_path, 2, MODELS)
 
     _check(results)
@@ -699,6 +689,10 @@ for checkpoint in ("full", "selective", "2"):
                                                schedule="interleaved")
 if n == 4:
     fp32["pieces"] = compare({"pp": 2, "dp_shard": 2}, shard="grad-op")
+else:
+    fp32["zb, twice used"] = compare(schedule="zb", made={"tied": False})
+    fp32["more pieces"] = compare(microbatches=8, schedule="interleaved", made={"depth": 4})
+    fp32["first stage frozen"] = compare(how=freeze, made={"depth": 2, "tied": False})
 done(fp32=fp32)
 """
 )

@@ -19,7 +19,7 @@ TRACES = """
     result = {}
     begin("ddp")  # so that `base` means the module itself from now on
     switch.switch(pick("single"))
-    for name, options in (("fsdp", {}), ("tp", {}), ("pp", {}), ("fsdp", {"checkpoint": "full"}),
+    for name, options in (("tp", {}), ("pp", {}), ("fsdp", {"checkpoint": "full"}),
                         ("fsdp", {"precision": "bf16"}), ("zero1", {})):
         switch.switch(pick(name, **options))
         value = model(tokens(0).chunk(n)[rank] if name not in ("tp", "pp") else tokens(0))
@@ -69,7 +69,7 @@ STATES = """
     expect(len(losses))
     prepared = registry.prepared_of(model)
     by_name = {}
-    for name, options in (("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {}), ("ddp", {})):
+    for name, options in (("zero1", {}), ("fsdp", {}), ("tp", {}), ("pp", {})):
         switch.switch(pick(name, **options))
         whole = copy.deepcopy(full_state.full_state(prepared))
         off = max((whole[k] - v).abs().max().item()

@@ -59,12 +59,18 @@ MISFITS = """
 
 
 def save_and_load(
-    folder: Path, size: int, saved: list[Any], loaded: list[Any], end: str = DONE
+    folder: Path,
+    size: int,
+    saved: list[Any],
+    loaded: list[Any],
+    end: str = DONE,
+    blocks: str = "2",
 ) -> list[dict[str, Any]]:
     """What was saved under one strategy, and loaded under another."""
     rows = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
     text = MODEL + SAVE + end
-    return run_ranks(folder / f"run{size}", size, text, FOLDER=str(folder), **rows)
+    rows |= {"FOLDER": str(folder), "BLOCKS": blocks}
+    return run_ranks(folder / f"run{size}", size, text, **rows)
 
 
 def check(saved: dict[str, list[float]], loaded: dict[str, list[float] | str]) -> None:
@@ -78,11 +84,9 @@ def test_a_state_goes_on_under_another_strategy(tmp_path: Path) -> None:
     """Weights, moments, groups, rate, order of the data, own objects; tied weights."""
     saved = [("fsdp", {}, "Net"), ("pp", {}, "Tied")]
     loaded = [
-        ("ddp", {}, "Net", "fsdp"),
         ("zero1", {}, "Net", "fsdp"),
         ("pp", {}, "Net", "fsdp"),
         ("fsdp", {}, "Tied", "pp"),
-        ("single", {}, "Tied", "pp"),
     ]
     results = save_and_load(tmp_path, 2, saved, loaded, MISFITS)
 
@@ -90,7 +94,7 @@ def test_a_state_goes_on_under_another_strategy(tmp_path: Path) -> None:
         check(result["saved"], result["loaded"])
         misfit, missing = result["texts"]
         assert "does not fit Net: embed.weight has shape (24, 16) there and (24, 32) here" in misfit
-        assert "and 59 more" in misfit
+        assert "and 29 more" in misfit
         assert "nowhere" in missing
         assert result["same"]
     tensors = load_file(tmp_path / "ppTied" / "model.safetensors")
@@ -106,7 +110,6 @@ def test_a_state_goes_from_fsdp1_and_to_it(tmp_path: Path) -> None:
     saved = [("fsdp1", {"shard": "grad-op"}, "Tied"), ("zero1", {}, "Net")]
     loaded = [
         ("ddp", {}, "Tied", "fsdp1"),
-        ("fsdp1", {}, "Tied", "fsdp1"),
         ("fsdp1", {}, "Net", "zero1"),
     ]
     results = save_and_load(tmp_path, 2, saved, loaded)
@@ -130,7 +133,7 @@ def test_a_state_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
     ]
     curves: dict[str, list[float]] = {}
     for size, first, second in runs:
-        for result in save_and_load(tmp_path, size, first, second):
+        for result in save_and_load(tmp_path, size, first, second, blocks="4"):
             curves |= result["saved"]
             check(curves, result["loaded"])
 
@@ -156,21 +159,20 @@ PLAIN = """
     dist.barrier()
     curve = steps(model, optimizer, plain)
     outcomes = {}
-    for name in ("fsdp", "zero1"):
-        for is_safe in (True, False):
-            use(name)
-            accelerator = Accelerator()
-            net = Net()
-            parts = accelerator.prepare(net, torch.optim.AdamW(groups(net), lr=1e-2))
-            accelerator.load_state(f"{os.environ['FOLDER']}/{is_safe}")
-            outcomes[f"{name} {is_safe}"] = steps(*parts, accelerator)
+    for name, is_safe in (("fsdp", True), ("zero1", False)):
+        use(name)
+        accelerator = Accelerator()
+        net = Net()
+        parts = accelerator.prepare(net, torch.optim.AdamW(groups(net), lr=1e-2))
+        accelerator.load_state(f"{os.environ['FOLDER']}/{is_safe}")
+        outcomes[f"{name} {is_safe}"] = steps(*parts, accelerator)
     done(curve=curve, found=outcomes)
 """
 
 
 def test_a_state_of_accelerates_own_is_read(tmp_path: Path) -> None:
     """Saved by plain Accelerate under DDP, in both of its formats, gone on with here."""
-    results = run_ranks(tmp_path / "run", 2, MODEL + PLAIN, FOLDER=str(tmp_path))
+    results = run_ranks(tmp_path / "run", 2, MODEL + PLAIN, FOLDER=str(tmp_path), BLOCKS="2")
 
     for result in results:
         for row, losses in result["found"].items():

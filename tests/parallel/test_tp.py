@@ -102,18 +102,26 @@ def check(results, least=1, most=TOLERANCE):
             assert relative <= 1e-4, (case, rank, relative)
 
 
-def test_models_train_as_in_one_process(tmp_path):
+@pytest.mark.parametrize(
+    "split",
+    [
+        ("decoder", "llama"),
+        pytest.param(("grouped", "nano", "length first", "gpt2"), marks=pytest.mark.parity),
+    ],
+)
+def test_models_train_as_in_one_process(tmp_path, split):
     """All shipped plans, some with sequence parallelism, in training and evaluation."""
     text = (
         COMPARE
         + """
     cases = {name: compare(make) for name, make in MODELS.items()}
-    for name in ("grouped", "nano", "length first", "decoder", "llama", "gpt2"):
+    for name in os.environ["SPLIT"].split(", "):
         cases[f"{name}, sequence"] = compare(MODELS[name], sequence_parallel=True)
     done(cases=cases)
     """
     )
-    check(run_ranks(tmp_path, 2, text), len(tp_models.MODELS) + 6)
+    results = run_ranks(tmp_path, 2, text, SPLIT=", ".join(split))
+    check(results, len(tp_models.MODELS) + len(split))
 
 
 def test_optimizers_random_numbers_and_errors(tmp_path):
@@ -121,14 +129,12 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
     text = (
         COMPARE
         + """
-    nano, gpt2 = MODELS["nano"], MODELS["gpt2"]
+    nano = MODELS["nano"]
     adamw, sgd = torch.optim.AdamW, torch.optim.SGD
     cases = {
-        "foreach": compare(nano, optimizer=(adamw, {"foreach": True}), steps=3),
-        "fused": compare(nano, optimizer=(adamw, {"fused": True}), steps=3),
-        "foreach sgd": compare(gpt2, optimizer=(sgd, {"foreach": True}), steps=3),
+        "foreach": compare(nano, optimizer=(adamw, {"foreach": True}), steps=2),
         "fused, sequence": compare(
-            nano, optimizer=(adamw, {"fused": True}), steps=3, sequence_parallel=True
+            nano, optimizer=(adamw, {"fused": True}), steps=2, sequence_parallel=True
         ),
         "checkpoint": compare(nano, checkpoint="full"),
     }
@@ -148,7 +154,7 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
         optimizer = sgd(outer.parameters(), 0.1)
         losses = []
         before = torch.get_rng_state()
-        for step in range(3):
+        for step in range(2):
             loss = outer(*batch(step))
             loss.backward()
             optimizer.step()
@@ -218,7 +224,7 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
     )
     results = run_ranks(tmp_path, 2, text)
 
-    check(results, 5)
+    check(results, 3)
     on_rank_0 = results[0]
     layers = [f"layers.{n}.{name}" for n in (0, 1) for name in ("attn.resid_dropout", "mlp.4")]
     between = ["layers.0.mlp.2", "layers.1.mlp.2"]
@@ -233,7 +239,7 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
         assert case["streams differ"]
     # Activations that are computed again drop what they dropped: the same losses, step by step.
     assert on_rank_0["drops"]["again"]["losses"] == on_rank_0["drops"]["nano"]["losses"]
-    assert on_rank_0["drops"]["nano"]["fresh"] == 3 * 7  # a mask of its own for each call
+    assert on_rank_0["drops"]["nano"]["fresh"] == 2 * 7  # a mask of its own for each call
     for result in results:
         assert (result["heads"], result["same"]) == ([2, 4], 0.0)
         assert all(result[name] for name in ("tied", "frozen", "again"))

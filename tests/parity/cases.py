@@ -118,13 +118,17 @@ _MODELS_AT_FOUR = tuple(
     Case(typed, model) for model in _NAMES for typed in (*_FOUR, "tp", "pp", "cp")
 )
 
+_ACCUMULATED = ("ddp", "fsdp", "pp")
 SHORT = {
-    2: tuple(Case(f"{name}{option}") for name in NAMES for option in ("", " --accumulate 2")),
-    4: tuple(map(Case, _FOUR)),
+    2: tuple(Case(f"{name} --accumulate 2" if name in _ACCUMULATED else name) for name in NAMES),
+    4: tuple(map(Case, ("fsdp --shard hybrid", "pp --dp 2", "pp --tp 2", "cp --dp 2"))),
 }
-"""Each strategy, accumulated too, and each product: what `make test` compares, by ranks."""
+"""Each strategy once, and products: what `make test` compares, by number of ranks."""
 
 LONG = {
+    (2, "rows"): tuple(
+        Case(f"{name}{option}") for name in NAMES for option in ("", " --accumulate 2")
+    ),
     (2, "precisions"): _PRECISIONS,
     (2, "options"): _COMMON,
     (2, "own options"): _OWN,
@@ -134,7 +138,7 @@ LONG = {
     (4, "models"): _MODELS_AT_FOUR,
     (8, "rows"): tuple(map(Case, (*NAMES, *_EIGHT))),
 }
-"""What `make parity` compares besides, by number of ranks and a word for the test's name."""
+"""What `make parity` compares, by number of ranks and a word for the test's name."""
 
 _ONE_AXIS = (
     "ddp",

@@ -16,9 +16,9 @@ Jobs = Sequence[Sequence[object]]
 
 def test_what_two_ranks_have_saved_goes_on_on_four_and_on_one(tmp_path: Path) -> None:
     """Fully sharded; then in two dims, and whole. Losses, rates, moments, steps, order of data."""
-    _run(tmp_path, 2, [("saved", "fsdp")])
-    _run(tmp_path, 4, [("loaded", "fsdp --tp 2", "fsdp", 2)])
-    _run(tmp_path, 1, [("loaded", "ddp", "fsdp", 2)])
+    _run(tmp_path, 2, [("saved", "fsdp")], BLOCKS="2")
+    _run(tmp_path, 4, [("loaded", "fsdp --tp 2", "fsdp", 2)], BLOCKS="2")
+    _run(tmp_path, 1, [("loaded", "ddp", "fsdp", 2)], BLOCKS="2")
 
 
 @pytest.fixture(scope="module", name="saved")

@@ -17,12 +17,12 @@ COMMON = """
     DEVICE = registry.device()
 
     class Plain(Net):
-        def __init__(self, n_blocks=4):
+        def __init__(self, n_blocks=int(os.environ.get("BLOCKS", 4))):
             super().__init__(n_blocks=n_blocks, n_heads=8)
             self.norm = nn.LayerNorm(16)
 
     def plain():
-        return Plain(max(4, min(2 * n, 8)))
+        return Plain(int(os.environ.get("BLOCKS", max(4, min(2 * n, 8)))))
 
     def llama(n_blocks=max(4, n)):
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -237,7 +237,7 @@ SWITCHES = (
     MODEL
     + COMMON
     + """
-    PATH, EACH = json.loads(os.environ["SWITCHED"]), 3
+    PATH, EACH = json.loads(os.environ["SWITCHED"]), int(os.environ.get("EACH", 3))
     KIND = os.environ.get("KIND", "plain")
     data = samples(EACH * len(PATH))
 

@@ -14,7 +14,7 @@ from nbdist.planner.fake.optimizers import stepped_bytes
 from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
 from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy.choose import choose
-from tests.support.kernel import run_python
+from tests.support.torch_ranks import run_ranks
 
 # The count
 
@@ -139,26 +139,23 @@ class Deep(Block):
 made = Deep(Settings())
 """
 _READS = """
-import sys, torch
 from nbdist.planner.fake import pickle_by_value
-model = pickle_by_value.loads(open(sys.argv[1], "rb").read())
+model = pickle_by_value.loads((run_dir / "model").read_bytes())
 out = model(torch.empty(5, 7, device="meta"))
-print(type(model).__name__, model.depth, out.shape, out.device.type,
-      model.head.weight is model.inner.weight, model.inner.bias.requires_grad,
-      model.mask.dtype, model.settings.depth)
+done(read=[type(model).__name__, model.depth, [*out.shape], out.device.type,
+           model.head.weight is model.inner.weight, model.inner.bias.requires_grad,
+           str(model.mask.dtype), model.settings.depth])
 """
 
 
 def test_a_model_of_a_cell_is_made_in_another_process(tmp_path: Path) -> None:
     """Classes that no import finds, what they inherit and call; ties, frozen parameters."""
-    path = tmp_path / "model"
     cell: dict[str, object] = {"__name__": "__main__"}
     exec(_CELL, cell)  # as a cell runs
-    path.write_bytes(pickle_by_value.dumps(cell["made"]))
-    done = run_python("-W", "ignore", "-c", _READS, str(path))
+    (tmp_path / "model").write_bytes(pickle_by_value.dumps(cell["made"]))
+    [told] = run_ranks(tmp_path, 1, _READS)
 
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "Deep 2 torch.Size([5, 7]) meta True False torch.bool 2"
+    assert told["read"] == ["Deep", 2, [5, 7], "meta", True, False, "torch.bool", 2]
 
 
 def test_no_values_travel() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -44,8 +45,18 @@ def lora(rank: int, modules: Any, name: str) -> LoraConfig:
     return LoraConfig(r=rank, target_modules=modules, fan_in_fan_out=is_gpt2, task_type="CAUSAL_LM")
 
 
-@pytest.mark.parametrize("targets", [None, "all-linear", "first"])
-@pytest.mark.parametrize("name", ["gpt2", "llama-2-70b", "qwen2.5-7b"])
+_NAMES, _TARGETS = ("gpt2", "llama-2-70b", "qwen2.5-7b"), (None, ALL, "first")
+_SOME = {("gpt2", None), ("gpt2", "first"), ("qwen2.5-7b", ALL)}
+more = pytest.mark.parity
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        pytest.param(*case, marks=() if case in _SOME else more)
+        for case in itertools.product(_NAMES, _TARGETS)
+    ],
+)
 def test_adapters_are_those_that_peft_makes(name: str, targets: str | None) -> None:
     """To the last parameter, with PEFT's usual layers, all of them, and another one."""
     model = on_meta(name)
@@ -64,7 +75,10 @@ def test_adapters_are_those_that_peft_makes(name: str, targets: str | None) -> N
         assert set(planned.lora.targets) == {*USUAL[CONFIGS[name]["model_type"]]}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-2-70b", "llama-3.2-1b", "qwen2.5-7b"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama-3.2-1b", *(pytest.param(name, marks=more) for name in _NAMES[1:])],
+)
 def test_what_is_in_4_bits_is_what_transformers_converts(name: str) -> None:
     """Every linear layer but the head: load_in_4bit leaves the embedding, norms and biases."""
     model, left = on_meta(name), None
@@ -106,7 +120,19 @@ _CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "targets", "way"), _CASES)
+_SHORT = {
+    ("llama", None, "fp32"),
+    ("llama", None, "bf16, as fsdp gathers"),
+    ("llama", ALL, "autocast over fp32"),
+    ("qwen3", None, "autocast over bf16"),
+    ("gpt2 with torch's gelu", ALL, "fp32"),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "targets", "way"),
+    [pytest.param(*case, marks=() if case in _SHORT else more) for case in _CASES],
+)
 def test_activations_beside_frozen_layers_are_what_autograd_keeps(
     form: str, targets: str | None, way: str
 ) -> None:
@@ -128,6 +154,7 @@ def test_activations_beside_frozen_layers_are_what_autograd_keeps(
     assert kept(3) - kept(2) == pytest.approx(planned + widths.cast * cast, rel=0.02)
 
 
+_PLANS = {("single", False), ("fsdp", True)}
 _TINY: dict[str, Any] = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
     "intermediate_size": 640, "vocab_size": 512, "num_hidden_layers": 4, "model_type": "llama",
@@ -135,8 +162,14 @@ _TINY: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "fsdp --shard grad-op"])
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [
+        pytest.param(name, half, marks=() if (name, half) in _PLANS else more)
+        for name in ("single", "ddp", "fsdp", "fsdp --shard grad-op")
+        for half in (False, True)
+    ],
+)
 def test_a_plan_of_a_config_is_that_of_the_model_that_peft_has_made(
     name: str, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ SIZES = """
     again = [flat]; again.append(again)  # a circle, which no variable holds afterwards
     del flat, again; gc.unfreeze()
     begin("ddp")
-    for name in ("ddp", "zero1", "fsdp", "tp", "pp"):
+    for name in ("fsdp", "tp", "pp"):
         switch.switch(pick(name))
         counts_under[name] = [counts for _, *counts in sizes()]
     count = sum(p.numel() for p in reference.parameters())

@@ -77,7 +77,7 @@ COMMON = """
         ddp = DDP(base, process_group=job.grid.group("dp_replicate", "cp"))
         return cp.STEP.wrap(job, ddp)
 
-    def trained(model, loss_of, steps=4):
+    def trained(model, loss_of, steps=2):
         "Losses and, of the first step, gradients."
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         losses, grads = [], {}

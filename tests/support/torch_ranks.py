@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,11 +25,20 @@ from tests.support.kernel import notebook_env
 LIMIT_S = 95.0
 MORE_S = 10.0
 POLL_S = 0.01
-# What forks have imported: most texts need it, and torch imports torch._dynamo for DDP.
+# What forks have imported: most texts need it, torch imports torch._dynamo for DDP, and models of
+# libraries cost each rank half as much as torch.
+_OF_LIBRARIES = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+)
 IMPORTED = (
     "nbdist.parallel.accelerator.accelerator",
     "nbdist.parallel.reshard.sync_model",
+    "nbdist.switch.rank.switch",
+    "nbdist.verification.rank.verify",
     "torch._dynamo",
+    *(name for name in _OF_LIBRARIES if find_spec(name.partition(".")[0])),
 )
 ENV = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 

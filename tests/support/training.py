@@ -50,7 +50,7 @@ MODEL = """
             return h + self.mlp(self.norm2(h))
 
     class Net(nn.Module):
-        def __init__(self, width=16, n_blocks=4, n_heads=4):
+        def __init__(self, width=16, n_blocks=int(os.environ.get("BLOCKS", 4)), n_heads=4):
             super().__init__()
             self.embed = nn.Embedding(24, width)
             self.blocks = nn.ModuleList(Block(width, n_heads) for _ in range(n_blocks))

@@ -133,6 +133,7 @@ TWO = {
     "ddp": ("ddp", {}), "fsdp": ("fsdp", {}), "grad-op": ("fsdp", {"shard": "grad-op"}),
     "zero1": ("zero1", {}), "tp": ("tp", {}), "pp": ("pp", {}),
 }  # fmt: skip
+SHORT = {name: TWO[name] for name in ("ddp", "fsdp", "tp", "pp")}
 PRODUCTS = {
     "zero1": ("zero1", {}), "fsdp x tp": ("fsdp", {"dp": 2, "tp": 2}),
     "pp x fsdp": ("pp", {"pp": 2, "dp": 2}), "pp x tp": ("pp", {"pp": 2, "tp": 2}),
@@ -336,8 +337,12 @@ COPIES = """
 
 @pytest.mark.parametrize(
     ("n", "strategies"),
-    [(2, TWO), pytest.param(4, PRODUCTS, marks=pytest.mark.parity)],
-    ids=["one axis", "products"],
+    [
+        (2, SHORT),
+        pytest.param(2, TWO, marks=pytest.mark.parity),
+        pytest.param(4, PRODUCTS, marks=pytest.mark.parity),
+    ],
+    ids=["some", "one axis", "products"],
 )
 def test_every_pair(tmp_path: Path, n: int, strategies: dict[str, object]) -> None:
     """All switches between strategies leave the curve, and every object of the user."""

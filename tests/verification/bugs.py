@@ -136,7 +136,6 @@ BUGS = {
         """,
         "blocks.1.up",
         "trained apart",
-        in_test=True,
     ),
     # What depends on the rank
     "mask_by_rank": Bug(
@@ -303,7 +302,6 @@ BUGS = {
         """,
         "blocks.1.norm1",
         "two runs of the reference differ",
-        in_test=True,
     ),
     # Data
     "same_batch": Bug(

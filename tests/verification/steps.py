@@ -122,7 +122,6 @@ STEPS = {
         del kept
         return verification
         """,
-        in_test=True,
     ),
     "experts": Step(
         """

@@ -14,12 +14,12 @@ from tests.verification.texts import SETUP
 
 # Each on two ranks, with the options of `choose`.
 RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
     "tp": ("tp", {"sequence_parallel": True}),
     "pp": ("pp", {"accumulate": 2}),
 }
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
     "single": ("single", {}),
     "zero1": ("zero1", {}),
     "cp": ("cp", {}),
