@@ -27,7 +27,7 @@ from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import StartError
 from nbdist.hang.kernel import restart
 from tests.support import processes
-from tests.support.kernel import Kernel
+from tests.support.kernel import HAS_IMPORTED, Kernel
 from tests.support.ranks import session_of, texts, until
 
 START_S = 90.0
@@ -141,14 +141,6 @@ before = edited.value()
 """
 
 
-@pytest.fixture
-def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test's own in the place of that which others share, and nothing left of it."""
-    monkeypatch.setattr(rank_server, "_server", None)
-    yield
-    rank_server._discard(rank_server._server)
-
-
 @contextlib.contextmanager
 def changed(folder: Path, fork: str, n: int) -> Iterator[Kernel]:
     """A kernel with n ranks, changed after %load_ext and before they started."""
@@ -159,6 +151,8 @@ def changed(folder: Path, fork: str, n: int) -> Iterator[Kernel]:
         kernel.run("%load_ext nbdist")
         cell = kernel.run(CHANGE)
         assert cell.status == "ok", cell.visible
+        if fork == "1":
+            kernel.run(HAS_IMPORTED, START_S)
         start(kernel, f"-n {n}")
         yield kernel
 
@@ -360,6 +354,7 @@ def test_forks_are_measured_by_coverage(
     data.mkdir()
     settings = f"[run]\nparallel = true\nsigterm = true\ndata_file = {data}/c\ninclude = {module}\n"
     (tmp_path / "rc").write_text(settings)
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
     monkeypatch.setenv("COVERAGE_PROCESS_START", str(tmp_path / "rc"))
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
     with session_of(StartOptions(1, gpus="none")) as session:
@@ -524,14 +519,12 @@ def test_what_only_training_needs_is_left_to_cells(
 
 
 def test_a_server_that_ends_while_it_forks_leaves_nothing(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
 ) -> None:
-    """The start says how it ended; the next one has a new server.
-
-    Nor does a fork import a package before its first cell: what a rank needs to be ready is there
-    once for all of them, and none needs Accelerate. What it imports when it is idle is left out.
-    """
-    monkeypatch.setenv("NBDIST_PRELOAD", "0")
+    """The start says how it ended; the next one has a new server."""
+    library = altered(tmp_path, monkeypatch, **LITTLE)
+    (library / "preloaded.py").write_text(NO_TORCH)
+    first, _ = obtain()
     fork = RankServer.fork
 
     def killed(self: RankServer, argv: list[str], *args: Any) -> Any:
@@ -539,16 +532,18 @@ def test_a_server_that_ends_while_it_forks_leaves_nothing(
             os.kill(self.pid, signal.SIGKILL)
         return fork(self, argv, *args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(RankServer, "fork", killed)
-        with (
-            pytest.raises(StartError, match=r"could not be forked: .* ended \(signal SIGKILL\)"),
-            session_of(StartOptions(2, gpus="none")),
-        ):
-            pass
-    with session_of(StartOptions(1, gpus="none")) as session:
-        assert session.run(IMPORTED).ranks[0].text == "[]\n"
-        assert rank_server.why_not() == ""
+    monkeypatch.setattr(RankServer, "fork", killed)
+    with (
+        pytest.raises(StartError, match=r"could not be forked: .* ended \(signal SIGKILL\)"),
+        session_of(StartOptions(2, gpus="none")),
+    ):
+        pass
+    second, _ = obtain()
+
+    assert first is not None
+    assert second is not None
+    assert first.has_ended
+    assert not second.has_ended
 
 
 GROUPS = Path("/sys/fs/cgroup/pids")
@@ -580,14 +575,21 @@ def test_a_control_group_that_is_full_is_told(runs: Path) -> None:
 
 
 def test_controller_and_ranks_take_one_new_server_for_an_outdated_one(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
 ) -> None:
-    """Both ask at once, and whoever is second must not end what the first has made."""
-    outdated, _ = obtain()
-    assert until(rank_server.is_ready, START_S)
+    """Both ask at once, and whoever is second must not end what the first has made.
+
+    Nor does a fork import a package before its first cell: what a rank needs to be ready is there
+    once for all of them, and none needs Accelerate. What it imports when it is idle is left out.
+    """
+    with monkeypatch.context() as patch:
+        library = altered(tmp_path, patch, **LITTLE)
+        (library / "preloaded.py").write_text(NO_TORCH)
+        outdated, _ = obtain()
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
     monkeypatch.setenv("HF_HOME", str(runs))
     with session_of(StartOptions(2, gpus="none")) as session:
-        assert texts(session, "print('here')") == ["here\n"] * 2
+        assert texts(session, IMPORTED) == ["[]\n"] * 2
         assert rank_server._server is not outdated
         assert rank_server.why_not() == ""
 
