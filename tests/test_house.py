@@ -118,9 +118,18 @@ PAGE_OF = {
 }
 
 
-# Half a million nodes, looked through by three rules.
 parsed = functools.cache(ast.parse)
-nodes_of = functools.cache(lambda tree: tuple(ast.walk(tree)))
+
+
+@functools.cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """What ast.walk gives, in less time: half a million nodes, for three rules."""
+    nodes = [tree]
+    for node in nodes:
+        for value in vars(node).values():
+            children = value if isinstance(value, list) else [value]
+            nodes.extend(child for child in children if isinstance(child, ast.AST))
+    return nodes
 
 
 def module_name(path: Path) -> str:
@@ -159,7 +168,10 @@ def imported(tree: ast.AST) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
+    importing = (ast.Import, ast.ImportFrom, ast.Call)
     for node in nodes_of(tree):
+        if not isinstance(node, importing):
+            continue
         match node:
             case ast.Import():
                 yield from (alias.name for alias in node.names)

@@ -113,7 +113,7 @@ MANY = """
 """
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("times", [8, pytest.param(100, marks=pytest.mark.faults)])
 def test_recoveries_in_a_row_leave_no_descriptor(tmp_path: Path, times: int) -> None:
     """Sums stay right; descriptors do not grow, threads by the workers of each new backend."""
     results = run_ranks(tmp_path, 2, MANY, TIMES=str(times))
