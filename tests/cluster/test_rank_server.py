@@ -27,7 +27,7 @@ from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import StartError
 from nbdist.hang.kernel import restart
 from tests.support import processes
-from tests.support.kernel import Kernel
+from tests.support.kernel import HAS_IMPORTED, Kernel
 from tests.support.ranks import session_of, texts, until
 
 START_S = 90.0
@@ -104,11 +104,14 @@ own = dict(
 )
 Path(os.environ["NBDIST_SEEN_AT"], f"{rank}.json").write_text(json.dumps([same, own]))
 """
-# Differ between any two runs.
+# Differ between any two runs, and between one rank and two.
 OF_A_RUN = {
     "IPP_CLUSTER_ID", "IPP_PROFILE_DIR", "MASTER_PORT", "NBDIST_FORK", "NBDIST_RUN",
     "NBDIST_SEEN_AT", "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK",
+    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE",
 }  # fmt: skip
+# A server that is made from now on imports what ranks need to be ready, and nothing more.
+NO_MORE = "import os\nos.environ['NBDIST_PRELOAD'] = '0'"
 # Returns once the kernel knows of the end.
 NOTICED = """
 import time
@@ -138,17 +141,9 @@ before = edited.value()
 """
 
 
-@pytest.fixture
-def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test's own in the place of that which others share, and nothing left of it."""
-    monkeypatch.setattr(rank_server, "_server", None)
-    yield
-    rank_server._discard(rank_server._server)
-
-
 @contextlib.contextmanager
-def changed(folder: Path, fork: str) -> Iterator[Kernel]:
-    """A kernel with two ranks, changed after %load_ext and before they started."""
+def changed(folder: Path, fork: str, n: int) -> Iterator[Kernel]:
+    """A kernel with n ranks, changed after %load_ext and before they started."""
     for path in (folder / "lib", folder / "seen"):
         path.mkdir(parents=True)
     env = {"NBDIST_FORK": fork, "NBDIST_GONE": "", "NBDIST_SEEN_AT": str(folder / "seen")}
@@ -156,7 +151,9 @@ def changed(folder: Path, fork: str) -> Iterator[Kernel]:
         kernel.run("%load_ext nbdist")
         cell = kernel.run(CHANGE)
         assert cell.status == "ok", cell.visible
-        start(kernel)
+        if fork == "1":
+            kernel.run(HAS_IMPORTED, START_S)
+        start(kernel, f"-n {n}")
         yield kernel
 
 
@@ -168,7 +165,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def forked(folder: Path) -> Iterator[Kernel]:
     """A kernel whose two ranks are forks, which each test leaves with two."""
-    with changed(folder, "1") as kernel:
+    with changed(folder, "1", 2) as kernel:
         yield kernel
 
 
@@ -188,7 +185,7 @@ def look(kernel: Kernel, folder: Path) -> list[Any]:
     """What ranks see of themselves."""
     cell = kernel.run(LOOK, START_S)
     assert cell.status == "ok", cell.visible
-    texts = [(folder / "seen" / f"{rank}.json").read_text() for rank in range(2)]
+    texts = [path.read_text() for path in sorted((folder / "seen").iterdir())]
     return [json.loads(text.replace(str(folder), "FOLDER")) for text in texts]
 
 
@@ -209,8 +206,8 @@ def test_a_fork_is_what_a_started_rank_is(folder: Path, forked: Kernel, tmp_path
     Of the notebook it has what is set at %dist_init; seeds and keys are its own; autoreload works.
     """
     (fork, first), (_, second) = look(forked, folder)
-    with changed(tmp_path, "0") as kernel:
-        (started, plain), _ = look(kernel, tmp_path)
+    with changed(tmp_path, "0", 1) as kernel:
+        [(started, plain)] = look(kernel, tmp_path)
     environment = fork["environ"]
     edited = folder / "lib" / "edited.py"
     edited.write_text("def value():\n    return 1\n")
@@ -250,6 +247,7 @@ def test_two_notebooks_have_a_server_each_that_ends_with_its_kernel(
     Two restarts within seconds leave one server.
     """
     with Kernel(cwd=tmp_path, env=EARLY) as kernel:
+        kernel.run(NO_MORE)
         kernel.run("%load_ext nbdist")
         start(kernel, "-n 1")
         [of_other], [server] = servers(forked.pid), servers(kernel.pid)
@@ -281,7 +279,7 @@ def test_a_killed_server_is_told_once_and_the_next_start_makes_a_new_one(forked:
     forked.run("%%distributed\nkept = rank // 2")
     [server] = servers(forked.pid)
     server.kill()
-    forked.run(NOTICED)
+    forked.run(f"{NO_MORE}\n{NOTICED}")
     printed = forked.run("%%distributed\nprint(kept)")
     again = forked.run("%%distributed\nprint(kept)")
     forked.run("%%rank [1]\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
@@ -356,9 +354,10 @@ def test_forks_are_measured_by_coverage(
     data.mkdir()
     settings = f"[run]\nparallel = true\nsigterm = true\ndata_file = {data}/c\ninclude = {module}\n"
     (tmp_path / "rc").write_text(settings)
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
     monkeypatch.setenv("COVERAGE_PROCESS_START", str(tmp_path / "rc"))
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
-    with session_of(StartOptions(2, gpus="none")) as session:
+    with session_of(StartOptions(1, gpus="none")) as session:
         session.run("import measured\nmeasured.run()")
         assert rank_server.why_not() == ""
     parts = []
@@ -368,7 +367,7 @@ def test_forks_are_measured_by_coverage(
             part.read()
             parts.append(part.lines(str(module)))
 
-    assert parts.count([1, 2]) == 2
+    assert parts.count([1, 2]) == 1
 
 
 def altered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **values: str) -> Path:
@@ -520,14 +519,12 @@ def test_what_only_training_needs_is_left_to_cells(
 
 
 def test_a_server_that_ends_while_it_forks_leaves_nothing(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
 ) -> None:
-    """The start says how it ended; the next one has a new server.
-
-    Nor does a fork import a package before its first cell: what a rank needs to be ready is there
-    once for all of them, and none needs Accelerate. What it imports when it is idle is left out.
-    """
-    monkeypatch.setenv("NBDIST_PRELOAD", "0")
+    """The start says how it ended; the next one has a new server."""
+    library = altered(tmp_path, monkeypatch, **LITTLE)
+    (library / "preloaded.py").write_text(NO_TORCH)
+    first, _ = obtain()
     fork = RankServer.fork
 
     def killed(self: RankServer, argv: list[str], *args: Any) -> Any:
@@ -535,16 +532,18 @@ def test_a_server_that_ends_while_it_forks_leaves_nothing(
             os.kill(self.pid, signal.SIGKILL)
         return fork(self, argv, *args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(RankServer, "fork", killed)
-        with (
-            pytest.raises(StartError, match=r"could not be forked: .* ended \(signal SIGKILL\)"),
-            session_of(StartOptions(2, gpus="none")),
-        ):
-            pass
-    with session_of(StartOptions(1, gpus="none")) as session:
-        assert session.run(IMPORTED).ranks[0].text == "[]\n"
-        assert rank_server.why_not() == ""
+    monkeypatch.setattr(RankServer, "fork", killed)
+    with (
+        pytest.raises(StartError, match=r"could not be forked: .* ended \(signal SIGKILL\)"),
+        session_of(StartOptions(2, gpus="none")),
+    ):
+        pass
+    second, _ = obtain()
+
+    assert first is not None
+    assert second is not None
+    assert first.has_ended
+    assert not second.has_ended
 
 
 GROUPS = Path("/sys/fs/cgroup/pids")
@@ -576,21 +575,28 @@ def test_a_control_group_that_is_full_is_told(runs: Path) -> None:
 
 
 def test_controller_and_ranks_take_one_new_server_for_an_outdated_one(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
 ) -> None:
-    """Both ask at once, and whoever is second must not end what the first has made."""
-    outdated, _ = obtain()
-    assert until(rank_server.is_ready, START_S)
+    """Both ask at once, and whoever is second must not end what the first has made.
+
+    Nor does a fork import a package before its first cell: what a rank needs to be ready is there
+    once for all of them, and none needs Accelerate. What it imports when it is idle is left out.
+    """
+    with monkeypatch.context() as patch:
+        library = altered(tmp_path, patch, **LITTLE)
+        (library / "preloaded.py").write_text(NO_TORCH)
+        outdated, _ = obtain()
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
     monkeypatch.setenv("HF_HOME", str(runs))
     with session_of(StartOptions(2, gpus="none")) as session:
-        assert texts(session, "print('here')") == ["here\n"] * 2
+        assert texts(session, IMPORTED) == ["[]\n"] * 2
         assert rank_server._server is not outdated
         assert rank_server.why_not() == ""
 
 
 # Run by an ordinary user: niceness, and limits that do not hold root.
 ORDINARY = """
-import asyncio, json, os, resource, sys, psutil
+import asyncio, json, os, resource, sys, time, psutil
 import nbdist
 from nbdist.cluster.kernel import rank_server
 from nbdist.errors import StartError
@@ -604,6 +610,7 @@ while len(levels) < 2 and server.is_running():
         except OSError:
             continue
         levels.add(int(fields[16]))
+    time.sleep(0.01)
 session = nbdist.start(1)
 session.run("import os; print('niceness', os.getpriority(os.PRIO_PROCESS, 0))")
 nbdist.notebook.notebook.NOTEBOOK.stop()

@@ -60,7 +60,9 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
+) -> Callable[[str], None]:
     """Source that every process of a run executes before anything else."""
 
     def put(code: str) -> None:
@@ -115,7 +117,7 @@ def test_plain_python_gets_ranks(tmp_path: Path) -> None:
 
 
 def test_a_torch_without_distributed_is_refused(
-    no_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    no_gpus: None, own_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the ranks, which import it, with its version, and with what to install."""
     torch_folder = tmp_path / "torch"

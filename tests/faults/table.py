@@ -67,7 +67,6 @@ HANGS = (
         "collective",
         "if rank != 1:\n    work = dist.all_reduce(x, async_op=True)\n    go()\n    work.wait()",
         on_stderr=("{waiting} in all_reduce(float32[3])", "rank 1"),
-        is_short=True,
     ),
     _missing(
         "hang in a subgroup", "group", "dist.all_reduce(x, group=pair)", is_short=True, **_ZERO
@@ -94,7 +93,6 @@ HANGS = (
         _IN_RECV,
         blamed="rank",
         waiting=(0,),
-        is_short=True,
     ),
     _missing(
         "backward on one rank, DDP",
@@ -104,7 +102,7 @@ HANGS = (
         said="gradients of ddp were cleared",
         is_short=True,
     ),
-    _missing("forward on one rank, FSDP2", "model", "sharded(data)", is_short=True),
+    _missing("forward on one rank, FSDP2", "model", "sharded(data)"),
     _missing(
         "backward on one rank, FSDP2",
         "model",
@@ -162,8 +160,7 @@ DEATHS = (
     _death("SIGSEGV mid-cell", _BUSY, "signal SIGSEGV", act="SIGSEGV"),
     _death("os._exit mid-cell", "go()\nif rank == 1: os._exit(3)\nuntil_end()", "exit code 3",
            act="nothing"),
-    _death("SIGKILL while others wait", _WAITED_FOR, "signal SIGKILL", act="SIGKILL",
-           is_short=True),
+    _death("SIGKILL while others wait", _WAITED_FOR, "signal SIGKILL", act="SIGKILL"),
     _death("SIGKILL in a collective", _WAITS, "signal SIGKILL", act="SIGKILL", is_short=True),
     _death("SIGSEGV in a collective", _WAITS, "signal SIGSEGV", act="SIGSEGV"),
     _death("os._exit in a collective", _EXITS + _WAITS, "exit code 3", act="nothing"),
@@ -202,7 +199,6 @@ QUEUED = (
         "queued",
         f"go()\nif rank == 1:\n    dist.broadcast(x, src=0)\nelse:\n    {_REDUCE}\n{_WAIT}",
         ("wait", "all_reduce(float32[3]", "broadcast(float32[3]", "rank 1"),
-        is_short=True,
     ),
     _queued("hang in a subgroup", "dist.all_reduce(x, group=pair)", **_ZERO),
     _queued("send without recv", "dist.send(x, 1)", line="{waiting} in send(float32[3]", **_ZERO),
@@ -214,7 +210,6 @@ QUEUED = (
         ("{waiting} in all_reduce(float32[16]) inside", "{place}", "rank 1"),
         _GRADIENT,
         said="gradients of ddp were cleared",
-        is_short=True,
     ),
     Fault(
         "queued, a rank raises while others wait",

@@ -129,6 +129,7 @@ def _run(ranks: Ranks, seed: int, n_cells: int, weights: dict[str, int]) -> None
     ranks.conclude(f"chaos, {n_cells} cells", "chaos", None, None)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("n", [2])
 def test_a_little_chaos(ranks: Ranks) -> None:
     """Fifteen random cells of a fixed seed, some with faults: every variable is as it has to be."""

@@ -38,7 +38,7 @@ def test_a_busy_device_is_no_hang(n: int, queued_ranks: Ranks) -> None:
     """Every rank waits long for work that all have called; one leaves a call that nobody awaits."""
     cell = queued_ranks.ok(
         "%%distributed\n"
-        "queued_device.kernel(4.0)\ndist.all_reduce(total := torch.ones(1, device=device))\n"
+        "queued_device.kernel(3.0)\ndist.all_reduce(total := torch.ones(1, device=device))\n"
         "print(total.item())\n"
         "work = dist.all_reduce(total, async_op=True)"
     )

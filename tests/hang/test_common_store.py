@@ -152,7 +152,7 @@ def check_lost(
         assert result["pair"] == 6.0 - lost - 1.0
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.faults)])
 def test_a_killed_rank_is_replaced_over_a_port(tmp_path: Path, lost: int) -> None:
     """Whether or not it held the store: the others are whole without it and with a new one."""
     with TorchRanks(tmp_path, 3, LOST, TEST_ADDRESS="127.0.0.1", LOST=str(lost)) as ranks:

@@ -15,6 +15,7 @@ from nbdist.hang.rank import dataloader_workers
 
 pytestmark = pytest.mark.slow
 
+more = pytest.mark.faults
 N_WORKERS = 2
 ENDED_S = 4.0  # in no time; a finalizer that has a worker to wait for takes 5 s for each
 
@@ -86,7 +87,9 @@ def in_a_generator() -> None:
         pass
 
 
-@pytest.mark.parametrize("loop", [in_a_function, below_others, in_a_generator])
+@pytest.mark.parametrize(
+    "loop", [below_others, *(pytest.param(f, marks=more) for f in (in_a_function, in_a_generator))]
+)
 def test_what_only_the_error_holds_is_ended(loop: Callable[[], None]) -> None:
     """At once, the error keeps its frames, and the finalizer has nothing left to wait for."""
     error = failure(loop)
@@ -126,9 +129,9 @@ def a_loop_over(batches: Any) -> None:
     ("setup", "looped"),
     [
         ("own = iter(loader())", "own"),
-        ("own = iter(loader()); kept = [own]", "kept[0]"),
         ("own = iter(loader()); kept = Trainer(); kept.batches = own", "kept.batches"),
-        ("own = iter(loader()); kept = enumerate(own)", "kept"),
+        pytest.param("own = iter(loader()); kept = [own]", "kept[0]", marks=more),
+        pytest.param("own = iter(loader()); kept = enumerate(own)", "kept", marks=more),
     ],
 )
 def test_what_a_variable_still_holds_goes_on(setup: str, looped: str) -> None:

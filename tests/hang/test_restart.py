@@ -17,6 +17,7 @@ import pytest
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cluster.kernel import rank_server
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import (
@@ -236,6 +237,7 @@ def test_a_process_that_does_not_come_is_told_and_tried_again(
     (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
     texts(pair, "kept = 1")
     with monkeypatch.context() as patch:
+        patch.setattr(rank_server, "_server", None)  # that of all tests stays
         patch.setenv("PYTHONPATH", str(folder))
         with pytest.raises(StartError, match=r"rank 1 ended before .*exit code 5(.|\n)*my last"):
             restart(pair, 1)

@@ -4,25 +4,14 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.notebook.session import Session
 from tests.support.ranks import SUM, processes_under, session_of, texts, until
 
-MAKE = """
-from torch.nn.parallel import DistributedDataParallel as DDP
-kept = [rank]
-pair = dist.new_group([0, 1])
-torch.manual_seed(1)
-model = DDP(torch.nn.Linear(2, 1))
-sgd = torch.optim.SGD(model.parameters(), 0.1)
-"""
-STEP = """
-sgd.zero_grad()
-model(torch.ones(1, 2) * (rank + 1)).sum().backward()
-sgd.step()
-print(round(model.module.weight.sum().item(), 5))
-"""
+MAKE = "kept = [rank]; pair = dist.new_group([0, 1])"
 PAIR_SUM = (
     "total = torch.ones(1) * (rank + 1)\n"
     "if rank < 2: dist.all_reduce(total, group=pair)\nprint(total.item())"
@@ -37,39 +26,38 @@ def end_rank(session: Session, rank: int) -> None:
     assert until(lambda: rank in session.cluster.processes.exits)
 
 
-def test_killed_ranks_come_back_on_their_hosts(runs: Path) -> None:
-    """Also the one whose process had the store; models and groups of the others go on.
+@pytest.mark.parametrize(
+    ("places", "lost"), [((1, 1), (0,)), pytest.param((1, 2), (0, 1), marks=pytest.mark.more_hosts)]
+)
+def test_killed_ranks_come_back_on_their_hosts(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, places: tuple[int, int], lost: tuple[int, ...]
+) -> None:
+    """Also the one whose process had the store; variables and groups of the others go on.
 
-    The numbers: 1 + 2 + 3 over all ranks, 1 + 2 over the pair.
+    The numbers: 1 + 2 and so on over all ranks, 1 + 2 over the pair.
     """
-    hosts = (Host("a", 1), Host("b", 2))
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
+    hosts = tuple(Host(name, count) for name, count in zip("ab", places, strict=True))
+    n = sum(places)
     options = StartOptions(None, profile="pretended", gpus="none", hosts=hosts)
     with session_of(options) as session:
         texts(session, MAKE)
-        trained = texts(session, STEP)
         before = session.topology
-        for rank in (0, 1):
+        for rank in lost:
             end_rank(session, rank)
             done = session.restart([rank])
             assert done.ranks == (rank,)
-            assert texts(session, SUM) == ["6.0\n"] * 3
-            assert texts(session, PAIR_SUM) == ["3.0\n", "3.0\n", "3.0\n"]
-            texts(session, MAKE.replace("pair =", "#"), ranks=str(rank))
-            session.sync_model(2)
-            again = texts(session, STEP)
-            assert len(set(again)) == 1
-            assert again != trained
-            trained = again
+            assert texts(session, SUM) == [f"{n * (n + 1) / 2}\n"] * n
+            assert texts(session, PAIR_SUM) == ["3.0\n"] * n
         after = session.topology
-        places = texts(session, PLACE)
-        printed = texts(session, "print(kept)")
+        seen = texts(session, PLACE)
+        kept = texts(session, "print(globals().get('kept'))")
 
-    assert [p.pid == q.pid for p, q in zip(before.ranks, after.ranks, strict=True)] == [
-        False,
-        False,
-        True,
-    ]
-    assert [(p.host, p.local_rank) for p in after.ranks] == [("a", 0), ("b", 0), ("b", 1)]
-    assert places == ["['0', '1', '0']\n", "['0', '2', '1']\n", "['1', '2', '1']\n"]
-    assert printed == ["[0]\n", "[1]\n", "[2]\n"]
+    for rank, (old, new) in enumerate(zip(before.ranks, after.ranks, strict=True)):
+        assert (old.pid == new.pid) == (rank not in lost)
+    at = [(host.name, local) for host in hosts for local in range(host.places)]
+    assert [(place.host, place.local_rank) for place in after.ranks] == at
+    numbers = {host.name: (str(host.places), str(index)) for index, host in enumerate(hosts)}
+    assert seen == [f"{[str(local), *numbers[host]]}\n" for host, local in at]
+    assert kept == ["None\n" if rank in lost else f"[{rank}]\n" for rank in range(n)]
     assert processes_under(runs) == []

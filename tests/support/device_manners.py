@@ -25,7 +25,7 @@ from nbdist.core import procfs, rank
 from nbdist.core.topology import RankPlace, Topology
 
 # How long a kernel keeps the device busy.
-BUSY_S = 1.0
+BUSY_S = 0.5
 
 
 class Device:

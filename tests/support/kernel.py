@@ -218,6 +218,15 @@ class Kernel:
         )
 
 
+# Behind %load_ext with NBDIST_PRELOAD=1: returns once a rank that is forked has nothing to import.
+HAS_IMPORTED = """
+import time
+from nbdist.cluster.kernel import rank_server
+while not rank_server.is_ready():
+    time.sleep(0.01)
+"""
+
+
 def notebook_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a kernel or server under test: this one's, one thread, and `extra`.
 

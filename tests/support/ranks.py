@@ -14,7 +14,7 @@ import pytest
 import nbdist
 from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.outputs import CellResult, Event
-from nbdist.cluster.kernel import run_dir, start
+from nbdist.cluster.kernel import rank_server, run_dir, start
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.hang.kernel.restart import names as names_on
 from nbdist.notebook.notebook import NOTEBOOK
@@ -76,8 +76,20 @@ def runs(tmp_path: Path) -> Iterator[Path]:
         assert processes.open_run_dirs(base) == []
 
 
+@pytest.fixture
+def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What forks a test's ranks is its own, not that which others share; nothing is left of it."""
+    monkeypatch.setattr(rank_server, "_server", None)
+    yield
+    rank_server._discard(rank_server._server)
+
+
 @pytest.fixture(scope="session")
 def _two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    # Once it has all imports, ranks are forked with them; else each imports the rest when idle.
+    rank_server.preload()
+    if not rank_server.obstacle():
+        until(rank_server.is_ready, RESTART_S)
     with temporary_folder(tmp_path_factory.mktemp("two") / "tmp") as base:
         options = StartOptions(world_size=2, gpus="none", seed=SEED)
         session = start_session(options, silent, lambda _: None).session
