@@ -335,9 +335,8 @@ def test_at_the_end_of_their_time_ranks_are_saved_and_end(first: Kernel, folder:
     ok(first, MODEL)
     pids = rank_pids(first)
     detached = ok(first, f"%dist_detach 1s --save {folder}/ended")
-    has_ended = until(
-        lambda: not processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*"), TIMEOUT_S
-    )
+    log = folder / "ended.log"
+    has_ended = until(lambda: log.exists() and "stopped" in log.read_text(), TIMEOUT_S)
     none = failure(first, "%dist_attach")
 
     assert f"kept for 1 s, then saved to {folder}/ended (.log beside it says how)" in detached
@@ -345,9 +344,9 @@ def test_at_the_end_of_their_time_ranks_are_saved_and_end(first: Kernel, folder:
     assert processes.wait_gone(pids) == []
     assert none.startswith("NotRunning: No ranks of yours are kept on this machine.")
     assert (folder / "ended" / "nbdist.json").is_file()
-    log = (folder / "ended.log").read_text()
-    assert "ended saved at step 0" in log
-    assert re.search(r"^run-\w+: ranks 0-1 stopped$", log, re.MULTILINE)
+    assert "ended saved at step 0" in log.read_text()
+    assert re.search(r"^run-\w+: ranks 0-1 stopped$", log.read_text(), re.MULTILINE)
+    assert processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*") == []
 
 
 @pytest.mark.faults
@@ -358,9 +357,11 @@ def test_at_the_end_of_their_time_ranks_end_where_nothing_can_be_saved(
     ok(first, "%dist_init -n 1")
     ok(first, "%dist_detach 1s --save new/failed")
 
-    assert until(lambda: not processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*"), TIMEOUT_S)
+    log = folder / "new" / "failed.log"
+    assert until(lambda: log.exists() and "stopped" in log.read_text(), TIMEOUT_S)
     assert not (folder / "new" / "failed").exists()
-    assert "No model is prepared" in (folder / "new" / "failed.log").read_text()
+    assert "No model is prepared" in log.read_text()
+    assert processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*") == []
 
 
 def test_what_cannot_be_attached_to_is_refused(first: Kernel, folder: Path) -> None:
