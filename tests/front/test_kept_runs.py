@@ -295,22 +295,26 @@ def test_a_run_that_is_not_kept_has_nothing_to_look_on(first: Kernel, folder: Pa
     assert left == "[0] 0\n"
 
 
-def test_ranks_that_run_a_cell_are_saved_and_ended(first: Kernel, folder: Path) -> None:
+def test_ranks_that_run_a_cell_are_saved_and_ended(
+    first: Kernel, second: Kernel, folder: Path
+) -> None:
     """Their cell is interrupted and named; a save that fails leaves the ranks as they were."""
     start(first)
     name = only_run(folder).name
     ok(first, MODEL)
     held = nbdist("stop", "--save", "held", folder=folder)
-    running = first.start(WAITS.format(lines=2))
-    first.wait_output(running, "[0-1] step 1")
-    first.kill()
+    ok(first, "%dist_detach 10m")
+    ok(second, "%dist_attach")
+    running = second.start(WAITS.format(lines=2))
+    second.wait_output(running, "[0-1] step 1")
+    second.kill()
     assert until((only_run(folder) / "detached.json").exists)
     before = json.loads((only_run(folder) / "detached.json").read_text())
     wrong = nbdist("stop", name, "--save", "tmp", folder=folder)
     after = json.loads((only_run(folder) / "detached.json").read_text())
     done = nbdist("stop", name, "--save", "at_once", folder=folder)
-    first.restart()
-    ok(first, "%load_ext nbdist")
+    second.restart()
+    ok(second, "%load_ext nbdist")
 
     assert held.returncode == 1
     assert "is held by the kernel" in held.stderr
