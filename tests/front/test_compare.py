@@ -269,10 +269,10 @@ def test_a_cell_makes_its_own_model_under_each(ready: Kernel) -> None:
     """Where none is live any strategy can be had; what the cell made is gone afterwards."""
     ran(ready, "%%distributed\nmodel = 'mine'; print(sorted(set(globals())))")
     code = "model, optimizer, scheduler = prepared()\nfor _ in range(2): step()"
-    table = rows(ready, ["fsdp1", "ddp", "tp"], code)
+    table = rows(ready, ["fsdp1", "ddp"], code)
     left = ran(ready, "%%distributed\nprint(model, 'optimizer' in globals())")
 
-    assert [row[1] for row in table] == ["", "", ""]
+    assert [row[1] for row in table] == ["", ""]
     assert table[1][5:8] == tuple(each * N_PARAMETERS for each in (4, 4, 8))
     assert "mine False" in left.text
     assert ran(ready, "%dist_strategy").plain[0].startswith("strategy: ddp, dp 2")

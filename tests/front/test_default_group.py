@@ -41,7 +41,7 @@ print(main())
 """
 # Written as torch's tutorials are: each is run as torchrun does, by `nbdist run`, and in a cell.
 _SCRIPTS = sorted((Path(__file__).parents[1] / "data/scripts").glob("*.py"))
-_IN_PARITY = {"fsdp2", "tensor_parallel"}
+_IN_PARITY = {"fsdp2", "pipeline", "tensor_parallel"}
 # What Accelerate's barrier hands to the group, as if the rank's GPU were number 5.
 _BARRIER = """%%distributed
 from types import SimpleNamespace

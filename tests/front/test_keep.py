@@ -58,7 +58,8 @@ class Desk:
 
     def change(self) -> Cell:
         """Kill the kernel at this moment; the cell in a new one that attaches."""
-        return self.kernel.finish(self.attach(), START_TIMEOUT_S)
+        handle = self.attach()
+        return self.kernel.finish(handle, START_TIMEOUT_S)
 
     def attach(self) -> Handle:
         """The same, while that cell runs."""

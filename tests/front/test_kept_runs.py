@@ -295,22 +295,26 @@ def test_a_run_that_is_not_kept_has_nothing_to_look_on(first: Kernel, folder: Pa
     assert left == "[0] 0\n"
 
 
-def test_ranks_that_run_a_cell_are_saved_and_ended(first: Kernel, folder: Path) -> None:
+def test_ranks_that_run_a_cell_are_saved_and_ended(
+    first: Kernel, second: Kernel, folder: Path
+) -> None:
     """Their cell is interrupted and named; a save that fails leaves the ranks as they were."""
     start(first)
     name = only_run(folder).name
     ok(first, MODEL)
     held = nbdist("stop", "--save", "held", folder=folder)
-    running = first.start(WAITS.format(lines=2))
-    first.wait_output(running, "[0-1] step 1")
-    first.kill()
+    ok(first, "%dist_detach 10m")
+    ok(second, "%dist_attach")
+    running = second.start(WAITS.format(lines=2))
+    second.wait_output(running, "[0-1] step 1")
+    second.kill()
     assert until((only_run(folder) / "detached.json").exists)
     before = json.loads((only_run(folder) / "detached.json").read_text())
     wrong = nbdist("stop", name, "--save", "tmp", folder=folder)
     after = json.loads((only_run(folder) / "detached.json").read_text())
     done = nbdist("stop", name, "--save", "at_once", folder=folder)
-    first.restart()
-    ok(first, "%load_ext nbdist")
+    second.restart()
+    ok(second, "%load_ext nbdist")
 
     assert held.returncode == 1
     assert "is held by the kernel" in held.stderr
@@ -335,9 +339,8 @@ def test_at_the_end_of_their_time_ranks_are_saved_and_end(first: Kernel, folder:
     ok(first, MODEL)
     pids = rank_pids(first)
     detached = ok(first, f"%dist_detach 1s --save {folder}/ended")
-    has_ended = until(
-        lambda: not processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*"), TIMEOUT_S
-    )
+    log = folder / "ended.log"
+    has_ended = until(lambda: log.exists() and "stopped" in log.read_text(), TIMEOUT_S)
     none = failure(first, "%dist_attach")
 
     assert f"kept for 1 s, then saved to {folder}/ended (.log beside it says how)" in detached
@@ -345,9 +348,9 @@ def test_at_the_end_of_their_time_ranks_are_saved_and_end(first: Kernel, folder:
     assert processes.wait_gone(pids) == []
     assert none.startswith("NotRunning: No ranks of yours are kept on this machine.")
     assert (folder / "ended" / "nbdist.json").is_file()
-    log = (folder / "ended.log").read_text()
-    assert "ended saved at step 0" in log
-    assert re.search(r"^run-\w+: ranks 0-1 stopped$", log, re.MULTILINE)
+    assert "ended saved at step 0" in log.read_text()
+    assert re.search(r"^run-\w+: ranks 0-1 stopped$", log.read_text(), re.MULTILINE)
+    assert processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*") == []
 
 
 @pytest.mark.faults
@@ -358,9 +361,11 @@ def test_at_the_end_of_their_time_ranks_end_where_nothing_can_be_saved(
     ok(first, "%dist_init -n 1")
     ok(first, "%dist_detach 1s --save new/failed")
 
-    assert until(lambda: not processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*"), TIMEOUT_S)
+    log = folder / "new" / "failed.log"
+    assert until(lambda: log.exists() and "stopped" in log.read_text(), TIMEOUT_S)
     assert not (folder / "new" / "failed").exists()
-    assert "No model is prepared" in (folder / "new" / "failed.log").read_text()
+    assert "No model is prepared" in log.read_text()
+    assert processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*") == []
 
 
 def test_what_cannot_be_attached_to_is_refused(first: Kernel, folder: Path) -> None:

@@ -62,13 +62,21 @@ panel_pids = [int(one.text.split()[-1]) for one in said]
 """
 
 
+@pytest.fixture(scope="module")
+def _helped(_shared_kernel: Kernel) -> Iterator[None]:
+    """A panel for all tests here, which is closed at the end."""
+    _shared_kernel.run(f"{_HELP}{_LATER}")
+    yield
+    _shared_kernel.run("PANEL.close()")
+
+
 @pytest.fixture
-def panel(kernel: Kernel) -> Iterator[Kernel]:
-    """The shared kernel with a panel, which is closed at the end."""
-    shown = kernel.run(f"{_HELP}{_LATER}%dist_panel")
+def panel(kernel: Kernel, _helped: None) -> Iterator[Kernel]:
+    """The shared kernel with a panel that says nothing yet."""
+    shown = kernel.run("if PANEL._widgets is None: PANEL.show()")
     assert shown.status == "ok", shown.visible
     yield kernel
-    kernel.run("PANEL.close(); PANEL.board._log.clear()")
+    kernel.run("PANEL.board._log.clear(); PANEL._question = None")
     kernel.run("%dist_strategy ddp")
 
 

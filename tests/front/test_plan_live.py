@@ -193,6 +193,7 @@ def test_a_step_is_measured_and_put_back(ranks: Kernel) -> None:
     assert same.visible.count("True") == 1, same.visible  # of both ranks
 
 
+@pytest.mark.parity
 def test_a_model_that_never_stepped(ranks: Kernel) -> None:
     """It is under no strategy, and afterwards its optimizer has no state again."""
     cell = ranks.run("%dist_plan planned_net --check --inputs planned_x", 180.0)

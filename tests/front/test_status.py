@@ -7,13 +7,13 @@ from tests.support.kernel import Kernel
 
 # Asked from another thread of the notebook, as a panel would: the cell below runs meanwhile.
 _ASK_WHILE_IT_HANGS = """
-import threading, nbdist
+import threading, time, nbdist
 from nbdist.cluster import view as ranks
 seen = []
 def ask():
     session = nbdist.session()
     while not any("finished" in line for line in session.status().waits):
-        pass
+        time.sleep(0.05)
     status = session.status(wants_stacks=True)
     seen.append(ranks.status(session.topology, status, 1.0, "in the notebook").text)
 asking = threading.Thread(target=ask)

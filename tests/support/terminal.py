@@ -59,13 +59,6 @@ def begun(*words: str, folder: Path | None = None) -> subprocess.Popen[str]:
     )
 
 
-def ended(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The same, once it has ended."""
-    with begun(*words, folder=folder) as process:
-        out, err = process.communicate(timeout=TIMEOUT_S)
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
-
-
 def environment(folder: Path | None) -> dict[str, str]:
     """Of a process or kernel whose runs are in the folder's `tmp`."""
     runs = {} if folder is None else {"TMPDIR": str(folder / "tmp")}
