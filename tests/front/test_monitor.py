@@ -151,7 +151,6 @@ def test_stored_outputs_are_alike(kernel: Kernel) -> None:
     assert "http://127.0.0.1:#/metrics" in address.plain[-1]
 
 
-@pytest.mark.faults
 def test_nothing_is_left_of_it_when_the_kernel_is_killed(bare_kernel: Kernel) -> None:
     """Port, token and ranks end with it."""
     bare_kernel.run("%load_ext nbdist\n%dist_init -n 1", 60.0)

@@ -100,7 +100,7 @@ def test_a_model_of_a_cell(ranks: Kernel) -> None:
     ("line", "why"),
     [
         ("planned_looks --inputs planned_x", "the run failed with DataDependentOutputException"),
-        pytest.param("planned_net", "its inputs are not known", marks=pytest.mark.parity),
+        ("planned_net", "its inputs are not known"),
     ],
 )
 def test_what_cannot_be_run_is_told(ranks: Kernel, line: str, why: str) -> None:

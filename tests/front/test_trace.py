@@ -163,7 +163,6 @@ def test_from_python(trained: Kernel) -> None:
     assert ranks(trained) == [(0, 1, True, "")]
 
 
-@pytest.mark.faults
 def test_a_rank_that_ends_leaves_the_others_traces(fresh: Kernel) -> None:
     """Nothing was recorded before; afterwards the rank that ended is named with its reason."""
     none = fresh.run("%dist_trace")
