@@ -139,11 +139,11 @@ def test_ranks_that_do_not_come_are_told_with_their_output_and_their_jobs_state(
     """And the error of a stop that fails too is said beside it, not in its place."""
     put_pbs(stubs, **{"{program_and_args}": "/no/such/python {program_and_args}"})
     (stubs / "bin" / "qdel").write_text("#!/bin/sh\necho 'qdel: Server is down' >&2\nexit 3\n")
-    options = StartOptions(2, profile="pbs", deadline_s=4)
+    options = StartOptions(2, profile="pbs", deadline_s=8)
     with pytest.raises(StartError) as caught:
         start_session(options, silent, lambda _: None)
 
-    assert str(caught.value).startswith("0 of 2 ranks were ready after 4 s; ranks 0-1 did not come")
+    assert str(caught.value).startswith("0 of 2 ranks were ready after 8 s; ranks 0-1 did not come")
     assert "No such file or directory" in str(caught.value)
     assert "#PBS -t 1-2" in (stubs / "script").read_text()
     assert [call[0] for call in batch_stubs.calls(stubs)] == ["qsub", "qstat"]

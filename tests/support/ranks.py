@@ -130,7 +130,7 @@ def processes_under(base: Path) -> list[psutil.Process]:
     mine = [
         p
         for p in processes.processes_of_run()
-        if processes.environment(p)["NBDIST_RUN"].startswith(str(base))
+        if processes.environment(p).get("NBDIST_RUN", "").startswith(str(base))
     ]
     return mine + [p for p in psutil.Process().children() if str(base) in " ".join(_command(p))]
 
