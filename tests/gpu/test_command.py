@@ -134,6 +134,7 @@ def test_a_part_without_time_is_listed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.faults
 def test_a_probe_that_fails_or_hangs_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own, where no GPU is; without one being there it is not tried."""
     monkeypatch.setattr(assumptions, "gpu_count", lambda: 0)
