@@ -85,7 +85,7 @@ PURE_LIBRARIES = {
     "nbdist.variables.unpack": {"ml_dtypes"},
 }
 # What only some machines have; the code imports it late and goes on without it.
-OPTIONAL_MODULES = {"deepspeed", "nbval", "peft", "pytest", "viztracer"}
+OPTIONAL_MODULES = {"deepspeed", "nbval", "peft", "pytest", "transformers", "viztracer"}
 # What a local is not called: the word says nothing of what it holds.
 VAGUE = {"found", "kept", "known", "one", "own", "told"}
 # Where an engine process begins: it hands itself over to ipyparallel.

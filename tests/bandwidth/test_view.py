@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import re
 from dataclasses import replace
@@ -35,11 +36,12 @@ FAST = Bench(
     ),
 )  # fmt: skip
 ONE_ROW = replace(SLOW, rows=SLOW.rows[:1], left_out=())
+drawn = functools.cache(bench)  # a picture takes a second
 
 
 def test_text() -> None:
     """The caveat and the model first, rows with units, factors, what was left out, and links."""
-    view = bench(SLOW)
+    view = drawn(SLOW)
     before, model, rows, left_out, _ = view.text.split("\n\n")
     lines = rows.splitlines()
 
@@ -65,7 +67,7 @@ def test_text() -> None:
 
 def test_between_links() -> None:
     """Where links were measured, the fastest row stands between two of them."""
-    view = bench(FAST)
+    view = drawn(FAST)
     best = max(row.busbw(8) for row in FAST.rows) / 1e9
 
     assert (
@@ -79,7 +81,7 @@ def test_between_links() -> None:
 @pytest.mark.parametrize("result", [SLOW, FAST, replace(SLOW, rows=()), ONE_ROW])
 def test_html_is_closed_and_safe(result: Bench) -> None:
     """Every tag is closed in its place; what comes from ranks is escaped; no scripts."""
-    names = [name for name, _ in ClosedTags(bench(result).html).tags]
+    names = [name for name, _ in ClosedTags(drawn(result).html).tags]
 
     assert not {"time", "script"} & {*names}
     assert names.count("img") == bool(result.rows)
@@ -87,7 +89,7 @@ def test_html_is_closed_and_safe(result: Bench) -> None:
 
 def test_rows_are_folded_below_the_picture_unless_one_is_wrong() -> None:
     """Model and picture are seen without a click."""
-    page, wrong = bench(FAST).html, bench(SLOW).html
+    page, wrong = drawn(FAST).html, drawn(SLOW).html
 
     assert page.index("model: time") < page.index("<img") < page.index("<details><summary>meas")
     assert f"<summary>measurements ({len(FAST.rows)})</summary>" in page
@@ -96,7 +98,7 @@ def test_rows_are_folded_below_the_picture_unless_one_is_wrong() -> None:
 
 def test_the_picture_shows_each_operation() -> None:
     """A PNG in the page, with a text for who cannot see it; each operation has its own colour."""
-    image = Tags(bench(FAST).html).one("img")
+    image = Tags(drawn(FAST).html).one("img")
     kind, data = image["src"].split(",", 1)
     pixels = imread(io.BytesIO(base64.b64decode(data)))[..., :3]
     # matplotlib's first seven colours, in which lines are drawn.

@@ -101,15 +101,16 @@ def test_ranks_in_pods_of_an_indexed_job(stubs: Path, runs: Path) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.more_hosts
 def test_ranks_by_the_pbs_profile_of_the_page(stubs: Path, runs: Path) -> None:
     """ipyparallel's launcher renders its script, one task of the array is one rank."""
     put_pbs(stubs)
-    with session_of(StartOptions(1, profile="pbs")) as session:
+    with session_of(StartOptions(2, profile="pbs")) as session:
         sums = session.run(SUM)
 
-    assert [rank.text for rank in sums.ranks] == ["1.0\n"]
+    assert [rank.text for rank in sums.ranks] == ["3.0\n"] * 2
     assert [call[0] for call in batch_stubs.calls(stubs)] == ["qsub", "qdel"]
-    assert "#PBS -t 1-1" in (stubs / "script").read_text()
+    assert "#PBS -t 1-2" in (stubs / "script").read_text()
     assert processes_under(runs) == []
     assert list(Path.cwd().iterdir()) == []
 
@@ -138,12 +139,14 @@ def test_ranks_that_do_not_come_are_told_with_their_output_and_their_jobs_state(
     """And the error of a stop that fails too is said beside it, not in its place."""
     put_pbs(stubs, **{"{program_and_args}": "/no/such/python {program_and_args}"})
     (stubs / "bin" / "qdel").write_text("#!/bin/sh\necho 'qdel: Server is down' >&2\nexit 3\n")
-    options = StartOptions(2, profile="pbs", deadline_s=4)
+    options = StartOptions(2, profile="pbs", deadline_s=8)
     with pytest.raises(StartError) as caught:
         start_session(options, silent, lambda _: None)
 
-    assert str(caught.value).startswith("0 of 2 ranks were ready after 4 s; ranks 0-1 did not come")
+    assert str(caught.value).startswith("0 of 2 ranks were ready after 8 s; ranks 0-1 did not come")
     assert "No such file or directory" in str(caught.value)
+    assert "#PBS -t 1-2" in (stubs / "script").read_text()
+    assert [call[0] for call in batch_stubs.calls(stubs)] == ["qsub", "qstat"]
     assert "qstat 4711:\n    Job ID" in str(caught.value)
     assert "qdel: Server is down" in capfd.readouterr().err
     assert processes_under(runs) == []

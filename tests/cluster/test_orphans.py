@@ -271,8 +271,18 @@ def test_a_stranger_that_got_the_pid_again_gets_no_signal() -> None:
 
 
 def test_a_run_that_is_stopped_from_outside(base: Path) -> None:
-    """All its processes end, its kernel is told, and what that kernel lets go of is removed."""
+    """All its processes end, its kernel is told, and what that kernel lets go of is removed.
+
+    Until then it tells its kernel, since when it runs, where, and each rank.
+    """
     with session_of(ONE) as session:
+        run = run_in(session.cluster.run_dir)
+        assert run.owner is not None
+        assert (run.owner.pid, run.owner.start) == (os.getpid(), guardian.start_ticks(os.getpid()))
+        assert abs(run.owner.since_s - session.started_s) < 60
+        assert run.hosts == (session.topology.ranks[0].host,)
+        assert os.getpid() not in {process.pid for process in runs.processes_of(run)}
+        assert {*session.cluster.processes.pids().values()} <= {p.pid for p in run.processes}
         pids = [
             *session.cluster.processes.pids().values(),
             session.cluster.processes.controller_pid(),
@@ -288,24 +298,6 @@ def test_a_run_that_is_stopped_from_outside(base: Path) -> None:
         with pytest.raises(NotRunning, match=r"\. %dist_init starts new ones\."):
             session.sync()
     assert not base.exists()
-
-
-def test_a_run_tells_its_hosts_and_owner(base: Path) -> None:
-    """Found from another process as from this one: kernel, since when, where, and each rank."""
-    with session_of(ONE) as session:
-        run = run_in(session.cluster.run_dir)
-
-        assert run.owner is not None
-        assert (run.owner.pid, run.owner.start) == (
-            os.getpid(),
-            guardian.start_ticks(os.getpid()),
-        )
-        assert abs(run.owner.since_s - session.started_s) < 60
-        assert run.hosts == (session.topology.ranks[0].host,)
-        assert os.getpid() not in {process.pid for process in runs.processes_of(run)}
-        assert set(session.cluster.processes.pids().values()) <= {
-            process.pid for process in run.processes
-        }
 
 
 def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import StartError
 from nbdist.hang.kernel import restart
 from tests.support import processes
-from tests.support.kernel import HAS_IMPORTED, Kernel
+from tests.support.kernel import Kernel
 from tests.support.ranks import session_of, texts, until
 
 START_S = 90.0
@@ -119,7 +119,6 @@ from nbdist.cluster.kernel import rank_server
 while not rank_server._server.has_ended:
     time.sleep(0.01)
 """
-GUARDIAN = "import nbdist\nprint(nbdist.session().cluster.guardian_pid)"
 LAST_WORDS = """%%distributed
 import atexit, concurrent.futures, pathlib, threading
 def say(word):
@@ -151,8 +150,6 @@ def changed(folder: Path, fork: str, n: int) -> Iterator[Kernel]:
         kernel.run("%load_ext nbdist")
         cell = kernel.run(CHANGE)
         assert cell.status == "ok", cell.visible
-        if fork == "1":
-            kernel.run(HAS_IMPORTED, START_S)
         start(kernel, f"-n {n}")
         yield kernel
 
@@ -242,22 +239,15 @@ def test_a_fork_that_ends_waits_for_threads_and_runs_exit_functions(
 def test_two_notebooks_have_a_server_each_that_ends_with_its_kernel(
     forked: Kernel, tmp_path: Path
 ) -> None:
-    """One kernel is killed with its guardian, and the other goes on.
+    """One kernel is killed, which has no guardian before its ranks, and the other goes on.
 
     Two restarts within seconds leave one server.
     """
     with Kernel(cwd=tmp_path, env=EARLY) as kernel:
-        kernel.run(NO_MORE)
         kernel.run("%load_ext nbdist")
-        start(kernel, "-n 1")
         [of_other], [server] = servers(forked.pid), servers(kernel.pid)
-        guardian = kernel.run(GUARDIAN).text.strip()
-        everything = [server, *processes.descendants(kernel.pid)]
-        os.kill(int(guardian), signal.SIGKILL)
-        assert until(lambda: len(processes.descendants(kernel.pid)) >= len(everything) - 1)
-        everything += processes.descendants(kernel.pid)
         kernel.kill()
-        assert processes.wait_gone(everything, END_S) == []
+        assert processes.wait_gone([server], END_S) == []
         assert forked.run("%%distributed\nprint(rank // 2)").text == "[0-1] 0\n"
         seen = []
         for _ in range(2):

@@ -50,7 +50,6 @@ def test_it_runs_on_a_machine_without_gpus(tmp_path: Path) -> None:
     passed = {case.name for case in cases if case.outcome == PASSED}
 
     assert passed == {"machine", "doctor"}
-    assert report.CPU_PAGE in page
     for name in passed:
         assert f"| machine | {name} |" in page
 
@@ -66,6 +65,7 @@ def test_it_runs_on_two_cpu_ranks(tmp_path: Path) -> None:
         "not selected",
         *(f"needs {n}, this machine has 0" for n in ("1 GPU", "2 GPUs")),
     }
+    assert report.CPU_PAGE in page
     assert "| recordings | a trace: ddp | 2 CPU ranks, Gloo | passed |" in page
     assert "step, ms" in page
     with tarfile.open(tmp_path / report.CAPTURES) as archive:
@@ -134,6 +134,7 @@ def test_a_part_without_time_is_listed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.faults
 def test_a_probe_that_fails_or_hangs_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own, where no GPU is; without one being there it is not tried."""
     monkeypatch.setattr(assumptions, "gpu_count", lambda: 0)

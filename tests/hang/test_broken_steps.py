@@ -75,7 +75,7 @@ BREAKS = """
 @pytest.mark.parametrize(
     ("kind", "size", "places"),
     [
-        ("full", 2, "16"),
+        ("full", 2, "3"),
         pytest.param("full", 2, "123456", marks=pytest.mark.faults),
         pytest.param("grad-op", 2, "123456", marks=pytest.mark.faults),
         pytest.param("hybrid", 4, "123456", marks=pytest.mark.faults),

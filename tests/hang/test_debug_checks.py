@@ -7,6 +7,7 @@ import pytest
 from nbdist.cells.outputs import CellResult
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import DistributedError
+from nbdist.notebook.session import Session
 from tests.support.ranks import session_of, temporary_folder
 
 BACKEND = "type(dist.group.WORLD._get_backend(torch.device('cpu'))).__name__"
@@ -68,14 +69,12 @@ def test_detail_names_shape_and_order_and_the_ranks_go_on(tmp_path: Path) -> Non
     assert after == {"[2.0, 2.0, 2.0]"}
 
 
-def test_without_it_nothing_is_checked(tmp_path: Path) -> None:
+def test_without_it_nothing_is_checked(pair: Session) -> None:
     """The same work gives the same numbers, with torch's plain backend and no variable set."""
-    options = StartOptions(2, gpus="none")
-    with temporary_folder(tmp_path / "tmp"), session_of(options) as session:
-        worked = printed(session.run(WORK))
-        kind = printed(
-            session.run(f"import os; print({BACKEND}, os.environ.get('TORCH_DISTRIBUTED_DEBUG'))")
-        )
+    worked = printed(pair.run(WORK))
+    kind = printed(
+        pair.run(f"import os; print({BACKEND}, os.environ.get('TORCH_DISTRIBUTED_DEBUG'))")
+    )
 
     assert worked == {WORKED}
     assert kind == {"ProcessGroupGloo None"}

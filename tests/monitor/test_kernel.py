@@ -166,7 +166,7 @@ def test_a_rank_that_computes_is_busy_and_one_that_sleeps_is_not(session: Sessio
     """Processor time is told of the process that spends it, C code that holds the GIL included."""
     # A power of a long number is one call of C code: no thread of that rank runs meanwhile.
     code = (
-        "import time\nend_s = time.process_time() + 2\n"
+        "import time\nend_s = time.process_time() + 1\n"
         "while rank == 0 and time.process_time() < end_s:\n    pow(3, 3_000_000)"
     )
     before = session.monitor.wait(time.monotonic(), SOON_S)
@@ -182,8 +182,8 @@ def test_a_rank_that_computes_is_busy_and_one_that_sleeps_is_not(session: Sessio
         if now.usage is not None and then.usage is not None
     ]
 
-    assert spent_s[0] >= 2
-    assert spent_s[1] < 1
+    assert spent_s[0] >= 1
+    assert spent_s[1] < 0.5
     assert busy[0].age_s == 0.0
     assert busy[0].utilisation == busy[0].cpu_percent
 
@@ -335,10 +335,10 @@ def test_ranks_on_other_hosts_answer_for_themselves(
         monitor, lambda samples: all(sample.cpu_percent is not None for sample in samples)
     )
     # One call of C code: the control thread gets no turn until it ends.
-    cell = begin(session, "if rank == 0:\n    pow(3, 12_000_000)\n")
-    old = seen(monitor, lambda samples: samples[0].age_s > 1.0)
+    cell = begin(session, "if rank == 0:\n    pow(3, 8_000_000)\n")
+    old = seen(monitor, lambda samples: samples[0].age_s > 0.5)
     end(cell)
-    fresh = seen(monitor, lambda samples: samples[0].age_s < 1.0)
+    fresh = seen(monitor, lambda samples: samples[0].age_s < 0.5)
     monitor.close()
 
     for sample in answered:

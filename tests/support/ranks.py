@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -86,10 +87,7 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    # Once it has all imports, ranks are forked with them; else each imports the rest when idle.
-    rank_server.preload()
-    if not rank_server.obstacle():
-        until(rank_server.is_ready, RESTART_S)
+    preload()
     with temporary_folder(tmp_path_factory.mktemp("two") / "tmp") as base:
         options = StartOptions(world_size=2, gpus="none", seed=SEED)
         session = start_session(options, silent, lambda _: None).session
@@ -130,7 +128,7 @@ def processes_under(base: Path) -> list[psutil.Process]:
     mine = [
         p
         for p in processes.processes_of_run()
-        if processes.environment(p)["NBDIST_RUN"].startswith(str(base))
+        if processes.environment(p).get("NBDIST_RUN", "").startswith(str(base))
     ]
     return mine + [p for p in psutil.Process().children() if str(base) in " ".join(_command(p))]
 
@@ -142,8 +140,17 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
+def preload() -> None:
+    """Wait until ranks are forked with all imports; else each imports the rest when it is idle."""
+    if os.environ.get(rank_server.PRELOAD) != "0" and not rank_server.obstacle():
+        rank_server.preload()
+        until(rank_server.is_ready, RESTART_S)
+
+
 @contextlib.contextmanager
 def session_of(options: StartOptions) -> Iterator[Session]:
+    if options.profile == "local":
+        preload()
     session = start_session(options, silent, lambda _: None).session
     try:
         yield session

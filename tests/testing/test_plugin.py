@@ -124,12 +124,15 @@ def check_plain(result: pytest.RunResult) -> None:
     assert "assert reference_output" not in text  # nbval's own
 
 
-def test_on_two_ranks_each_failure_is_told_and_nothing_is_left(pytester: pytest.Pytester) -> None:
+def test_on_two_ranks_each_failure_is_told_and_nothing_is_left(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that prints something else, one that raises, and a mistyped option fail their cells.
 
     No cell stops the ranks: they and what they have started have ended when pytest has. Another
     notebook is compared with the settings that were typed.
     """
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
     put_plain(pytester)
     start = (
         "import os, subprocess\n"

@@ -118,7 +118,7 @@ def test_ranks_of_a_killed_kernel_are_found_again(begin: Begin, run_dir: Path) -
     assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
 
 
-@pytest.mark.parametrize("keep_s", [0.0, 0.3])
+@pytest.mark.parametrize("keep_s", [pytest.param(0.0, marks=pytest.mark.more_hosts), 0.3])
 def test_ranks_that_are_not_kept_end(keep_s: float, begin: Begin, run_dir: Path) -> None:
     """Without a word of keeping, or when the time is over, and that is told as the reason."""
     pids = begin(keep_s)
