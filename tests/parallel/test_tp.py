@@ -102,26 +102,31 @@ def check(results, least=1, most=TOLERANCE):
             assert relative <= 1e-4, (case, rank, relative)
 
 
+LATER = ("biases", "length first", "qwen3", "bert")
+SOON = tuple(name for name in tp_models.MODELS if name not in LATER)
+
+
 @pytest.mark.parametrize(
-    "split",
+    ("names", "split"),
     [
-        ("decoder", "llama"),
-        pytest.param(("grouped", "nano", "length first", "gpt2"), marks=pytest.mark.parity),
+        (SOON, ("decoder", "llama")),
+        pytest.param(LATER, ("grouped", "nano", "length first", "gpt2"), marks=pytest.mark.parity),
     ],
+    ids=["some", "others"],
 )
-def test_models_train_as_in_one_process(tmp_path, split):
+def test_models_train_as_in_one_process(tmp_path, names, split):
     """All shipped plans, some with sequence parallelism, in training and evaluation."""
     text = (
         COMPARE
         + """
-    cases = {name: compare(make) for name, make in MODELS.items()}
+    cases = {name: compare(MODELS[name]) for name in os.environ["NAMES"].split(", ")}
     for name in os.environ["SPLIT"].split(", "):
         cases[f"{name}, sequence"] = compare(MODELS[name], sequence_parallel=True)
     done(cases=cases)
     """
     )
-    results = run_ranks(tmp_path, 2, text, SPLIT=", ".join(split))
-    check(results, len(tp_models.MODELS) + len(split))
+    results = run_ranks(tmp_path, 2, text, NAMES=", ".join(names), SPLIT=", ".join(split))
+    check(results, len(names) + len(split))
 
 
 def test_optimizers_random_numbers_and_errors(tmp_path):

@@ -91,7 +91,6 @@ BUGS = {
         """,
         "",
         "the degree of dp is 2",
-        in_test=True,
     ),
     # Gradients that belong to one rank
     "around_ddp": Bug(

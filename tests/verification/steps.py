@@ -128,7 +128,6 @@ STEPS = {
         start("ddp", kind=WithExperts)
         return verified()
         """,
-        in_test=True,
     ),
     "sorted_samples": Step(
         """
