@@ -95,7 +95,7 @@ class Kernel:
 
 
 @pytest.fixture
-def noted(frozen: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What is handed on to be looked at."""
     calls: list[Any] = []
 

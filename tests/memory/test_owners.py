@@ -16,7 +16,7 @@ from tests.support.torch_ranks import run_ranks
 
 
 @pytest.fixture
-def names(frozen: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The user's variables, in a process without other models."""
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance()

@@ -41,7 +41,7 @@ Record = Callable[..., RankMemory]
 
 
 @pytest.fixture
-def record(frozen: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     """Records a call in this process, which is no rank; nothing is left on afterwards."""
     monkeypatch.setattr(memory_record, "this_rank", Place)
     gc.collect()

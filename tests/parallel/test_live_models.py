@@ -305,7 +305,7 @@ class TestNames:
     """What a model or optimizer is called."""
 
     @pytest.fixture(autouse=True)
-    def _collected(self, frozen: None) -> Iterator[None]:
+    def _collected(self) -> Iterator[None]:
         yield
         gc.collect()
 

@@ -14,7 +14,7 @@ from nbdist.rpc.rank import namespace
 
 
 @pytest.fixture
-def user(frozen: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def user(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The user's variables: none at first."""
     variables: dict[str, Any] = {}
     monkeypatch.setattr(namespace, "everything", lambda: variables)
