@@ -335,8 +335,8 @@ def test_ranks_on_other_hosts_answer_for_themselves(
         monitor, lambda samples: all(sample.cpu_percent is not None for sample in samples)
     )
     # One call of C code: the control thread gets no turn until it ends.
-    cell = begin(session, "if rank == 0:\n    pow(3, 8_000_000)\n")
-    old = seen(monitor, lambda samples: samples[0].age_s > 0.5)
+    cell = begin(session, "if rank == 0:\n    pow(3, 12_000_000)\n")
+    old = seen(monitor, lambda samples: samples[0].age_s > max(0.5, 2 * samples[1].age_s))
     end(cell)
     fresh = seen(monitor, lambda samples: samples[0].age_s < 0.5)
     monitor.close()
@@ -346,7 +346,6 @@ def test_ranks_on_other_hosts_answer_for_themselves(
         resident = psutil.Process(pids[sample.rank]).memory_info().rss
         assert abs(sample.usage.rss_bytes - resident) < 100_000_000
     assert old[0].doing.state == "running"
-    assert old[1].age_s < old[0].age_s
     assert states(fresh) == ["idle", "idle"]
 
 
