@@ -171,6 +171,7 @@ test-browser: $(LAB_INSTALLED) | build/settings
 cluster: $(INSTALLED) | build/settings
 	$(PY) -m tests.support.hosts true
 	$(PY) -m pytest -m "" tests/cluster/hosts
+	$(PY) -m pytest -m more_hosts tests --ignore tests/cluster/hosts
 
 cluster-shell: $(INSTALLED)
 	@$(PY) -m tests.support.hosts
