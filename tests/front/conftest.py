@@ -7,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernel import Kernel
+from tests.support.kernel import IMPORTED, Kernel
 from tests.support.scripts import Starter
 
 START_TIMEOUT_S = 120.0
-# Ranks are forks of a process that then has all imports: none of them imports anything itself.
-IMPORTED = """
-import time as _time
-from nbdist.cluster.kernel import rank_server as _server
-_end_s = _time.monotonic() + 60
-while not (_server.is_ready() or _server.why_not()) and _time.monotonic() < _end_s:
-    _time.sleep(0.02)
-assert _server.is_ready() or _server.why_not(), "after 60 s the imports for ranks were not done"
-"""
 # Of two idle ranks and their notebook all that cells have made, then how many models are left.
 _CLEAR = """
 def _clear():

@@ -1,5 +1,6 @@
 """What cells can do in IPython, they can do on ranks."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -244,8 +245,9 @@ def test_a_very_long_cell_runs(kernel: Kernel) -> None:
     wide = kernel.run(f"%%distributed\ntext = '{'a' * 1_000_000}'\nlen(text)")
     long = kernel.run("%%distributed\n" + "\n".join(f"v{i} = {i}" for i in range(1000)) + "\nv999")
 
-    assert wide.text.startswith(_BOTH.format(1_000_000))
-    assert long.text.startswith(_BOTH.format(999))
+    # Ranks of a busy machine may end so far apart that their times are shown.
+    for cell, value in (wide, 1_000_000), (long, 999):
+        assert re.fullmatch(re.escape(_BOTH.format(value)) + r"(elapsed: .*\n)?", cell.text)
 
 
 def test_history_shows_what_was_typed(kernel: Kernel) -> None:

@@ -19,7 +19,7 @@ import psutil
 from nbdist.core.ranks import parse_ranks, rank_label
 from tests.support import processes
 from tests.support.cells import Cell, Handle
-from tests.support.kernel import HAS_IMPORTED, Kernel
+from tests.support.kernel import IMPORTED, Kernel
 from tests.support.ranks import until
 
 # What is promised, in seconds, and what a busy machine of two cores may add to each.
@@ -137,7 +137,7 @@ class Ranks:
         try:
             ranks.ok(prepare(folder / "tmp") if prepare else "pass")
             ranks.ok("%load_ext nbdist")
-            ranks.ok(HAS_IMPORTED)
+            ranks.ok(IMPORTED)
             ranks.ok(f"%dist_init -n {n} --grace {GRACE_S:g}", 120)
             ranks.ok("%%distributed\nimport torch._dynamo")
             if queued:

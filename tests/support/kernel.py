@@ -218,12 +218,14 @@ class Kernel:
         )
 
 
-# Behind %load_ext with NBDIST_PRELOAD=1: returns once a rank that is forked has nothing to import.
-HAS_IMPORTED = """
-import time
-from nbdist.cluster.kernel import rank_server
-while not rank_server.is_ready():
-    time.sleep(0.01)
+# Behind %load_ext with NBDIST_PRELOAD=1: ranks are forked with all imports from then on.
+IMPORTED = """
+import time as _time
+from nbdist.cluster.kernel import rank_server as _server
+_end_s = _time.monotonic() + 60
+while not (_server.is_ready() or _server.why_not()) and _time.monotonic() < _end_s:
+    _time.sleep(0.02)
+assert _server.is_ready() or _server.why_not(), "after 60 s the imports for ranks were not done"
 """
 
 

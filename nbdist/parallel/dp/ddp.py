@@ -21,7 +21,7 @@ _POWERSGD_RANK = 4
 # More than any model: all gradients in one bucket.
 _ONE_BUCKET_MB = 1 << 20
 
-# batch, channels, height, width
+# Of the weight of a convolution over images; with fewer there is no memory format.
 _IMAGE_DIMS = 4
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
@@ -38,16 +38,16 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
         ddp.register_comm_hook(*HOOKS[hook](group))
     elif handler is not None:
         handler.register_comm_hook(ddp)
-    ddp.register_forward_pre_hook(_Trained(ddp))
+    ddp.register_forward_pre_hook(_ReducerRenewal(ddp))
     return ddp
 
 
-class _Trained:
+class _ReducerRenewal:
     """Gives a DDP model a new reducer where parameters are trained or lie otherwise than before.
 
     As where another adapter is set, or a layer is unfrozen: DDP reduces what was trained when it
     was made, and what comes later would be another on each rank, without a word. And as after
-    `model.to(memory_format=...)`: torch's first gradients are wrong then (2.11 to 2.15).
+    `model.to(memory_format=...)`: the first gradients are wrong then (torch 2.13).
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
