@@ -216,21 +216,21 @@ def test_a_stopped_rank_is_not_said_to_be_in_c_code() -> None:
 
 def test_only_who_is_in_a_collective_is_held_by_the_abort() -> None:
     """A rank that computes had no part in the deadlock: its cell ends when it is done."""
-    held = still_aborting_message([0, 1], {0}, is_named=False)
-    computing = still_aborting_message([1], {}, is_named=False)
+    held = still_aborting_message([0, 1], {0}, is_interrupted=False)
+    computing = still_aborting_message([1], {}, is_interrupted=False)
 
     assert [line.partition(":")[0] for line in held] == ["rank 0 is not back from the abort"]
     assert [line.partition(":")[0] for line in computing] == [
         "rank 1 is still running, in no collective"
     ]
-    assert still_aborting_message([1], {}, is_named=True) == ()
+    assert still_aborting_message([1], {}, is_interrupted=True) == ()
 
 
 def test_stored_outputs_do_not_tell_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank on a busy machine may leave an aborted collective late; one still in it is told."""
     monkeypatch.setenv("NBDIST_TEST", "1")
-    left = still_aborting_message([0], {}, is_named=False)
-    [held] = still_aborting_message([0], {0}, is_named=False)
+    left = still_aborting_message([0], {}, is_interrupted=False)
+    [held] = still_aborting_message([0], {0}, is_interrupted=False)
 
     assert left == ()
     assert held.startswith("rank 0 is not back from the abort")
@@ -243,8 +243,8 @@ def test_a_program_is_told_of_in_its_own_words() -> None:
     released = RankResult(0, "error", 6.0, "", RELEASED)
     failed = RankResult(1, "error", 0.1, "", RankFailure(1, "ValueError", "boom", ()))
     stuck = unresponsive_message([1], {}, (), can_replace=False, is_program=True)
-    [held] = still_aborting_message([0], {0}, is_named=False, is_program=True)
-    [computing] = still_aborting_message([1], {}, is_named=False, is_program=True)
+    [held] = still_aborting_message([0], {0}, is_interrupted=False, is_program=True)
+    [computing] = still_aborting_message([1], {}, is_interrupted=False, is_program=True)
 
     assert str(raised(hung, released)) == f"{LINE}; aborted after 5 s"
     assert str(raised(hung, released, failed)).endswith(f"{LINE}; aborted after 5 s")

@@ -286,7 +286,7 @@ def test_where_nothing_can_be_restarted_no_text_says_dist_restart(
     [line] = recovery.notes(
         {0: recovery.RecoveryResult({"a": (0, 1)}, {}, {})}, two_ranks.restart_verb
     )
-    [held] = still_aborting_message([0], {0}, is_named=False, can_restart=False)
+    [held] = still_aborting_message([0], {0}, is_interrupted=False, can_restart=False)
     with pytest.raises(OptionError, match="%dist_reset restarts all ranks"):
         hang_restart.check_launcher(two_ranks)
     outcome = CellOutcome("", True, None, can_restart=False)

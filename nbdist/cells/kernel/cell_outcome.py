@@ -108,14 +108,15 @@ def still_aborting_message(
     ranks: Sequence[int],
     waiting: Collection[int],
     *,
-    is_named: bool,
+    is_interrupted: bool,
     is_program: bool = False,
     can_restart: bool = True,
 ) -> tuple[str, ...]:
     """Which ranks have not come back although all collectives were aborted, as lines.
 
-    Who does not wait inside a collective computes, never was in it or has left it, and may be
-    named already. Where outputs are stored none of those is: on a busy machine there are more.
+    Who does not wait inside a collective computes, never was in it or has left it. After an
+    interrupt such a rank gets no line here: `unresponsive_message` names it, and the notebook is
+    given back by itself. Where outputs are stored none is named: on a busy machine there are more.
     """
     in_collective = [rank for rank in ranks if rank in waiting]
     if in_collective:
@@ -132,7 +133,7 @@ def still_aborting_message(
             f"{'program' if is_program else 'cell'} ends with {ranks_phrase(ranks)} "
             f"({STOP[is_program]} interrupts)"
         )
-    return (line,) if in_collective or not (is_named or is_stored()) else ()
+    return (line,) if in_collective or not (is_interrupted or is_stored()) else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -439,7 +439,7 @@ class CellRun:
                 still_aborting_message(
                     self.missing,
                     dog.waiting,
-                    is_named=ladder.is_warned,
+                    is_interrupted=ladder.has_begun,
                     is_program=self.request.is_program,
                     can_restart=self._ranks.upkeep.can_replace,
                 )
