@@ -107,11 +107,14 @@ test: $(INSTALLED)
 	  times="$$times$$part $$(($$(date +%s) - began)) s, "; \
 	done; echo "Passed: $${times%, }."
 
+# nbval is for notebooks: where JupyterLab is installed its import takes each process two seconds.
+PYTEST = $(PY) -m pytest -p no:nbval
+
 WITHOUT_RANKS := not ranks and not slow and not browser and not faults and not parity and not accuracy and not versions
 
 check: lint types
-	$(PY) -m pytest $(call side_by_side,2) -m "$(WITHOUT_RANKS)" tests
-	$(PY) -m pytest -m "" -k "fsdp or switches" tests/front/test_short.py
+	$(PYTEST) $(call side_by_side,2) -m "$(WITHOUT_RANKS)" tests
+	$(PYTEST) -m "" -k "fsdp or switches" tests/front/test_short.py
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
@@ -124,7 +127,7 @@ types: $(INSTALLED)
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
 unit: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED)) | build/settings
-	$(PY) -m pytest $(call side_by_side,$(WORKERS)) tests
+	$(PYTEST) $(call side_by_side,$(WORKERS)) tests
 
 # -m "" takes what `make test` leaves out as well. The table is made anew from a run that passed.
 FAULTS := $(CURDIR)/build/faults.jsonl
@@ -134,8 +137,8 @@ FAULTY := tests/faults tests/hang/test_restart.py tests/cluster/test_controller.
 faults: export NBDIST_FAULTS_LOG = $(FAULTS)
 faults: $(INSTALLED) | build/settings
 	@rm -f $(FAULTS)
-	$(PY) -m pytest -m "" $(FAULTY)
-	$(PY) -m pytest -m faults tests $(addprefix --ignore=,$(FAULTY))
+	$(PYTEST) -m "" $(FAULTY)
+	$(PYTEST) -m faults tests $(addprefix --ignore=,$(FAULTY))
 	$(PY) -m tests.faults.report $(FAULTS) docs/reliability.md
 
 # Beside the tables, what else is left out of `make test` because a like case is in it.
@@ -144,10 +147,10 @@ PARITY := $(CURDIR)/build/parity.jsonl
 parity: export NBDIST_PARITY_LOG = $(PARITY)
 parity: $(INSTALLED) | build/settings
 	@rm -f $(PARITY)
-	$(PY) -m pytest -m "" tests/parity --deselect tests/parity/test_report.py::test_the_page_has_every_case
+	$(PYTEST) -m "" tests/parity --deselect tests/parity/test_report.py::test_the_page_has_every_case
 	$(PY) -m tests.parity.report $(PARITY) docs/parity.md
-	$(PY) -m pytest -m "" tests/parity/test_report.py
-	$(PY) -m pytest -m parity tests --ignore tests/parity
+	$(PYTEST) -m "" tests/parity/test_report.py
+	$(PYTEST) -m parity tests --ignore tests/parity
 
 # The page is compared with the cases, and made anew from a run in which all were close.
 ACCURACY := $(CURDIR)/build/accuracy.jsonl
@@ -155,23 +158,23 @@ ACCURACY := $(CURDIR)/build/accuracy.jsonl
 accuracy: export NBDIST_ACCURACY_LOG = $(ACCURACY)
 accuracy: $(INSTALLED) | build/settings
 	@rm -f $(ACCURACY)
-	$(PY) -m pytest -m "" tests/accuracy/test_accuracy.py
+	$(PYTEST) -m "" tests/accuracy/test_accuracy.py
 	$(PY) -m tests.accuracy.report $(ACCURACY) docs/accuracy.md
 	$(PY) -m tests.accuracy.time_report docs/accuracy.md
 	$(PY) -m tests.accuracy.published_memory docs/accuracy.md
-	$(PY) -m pytest -m "" tests/accuracy/test_report.py tests/accuracy/test_times.py
+	$(PYTEST) -m "" tests/accuracy/test_report.py tests/accuracy/test_times.py
 
 # Without a browser pytest would skip all of it and succeed.
 test-browser: $(LAB_INSTALLED) | build/settings
 	@test -n "$(BROWSER)" || { echo "There is no browser: install Chromium or Chrome" \
 	  "(on Debian: apt-get install chromium), then make test-browser again."; exit 1; }
-	$(PY) -m pytest -m "" tests/browser
+	$(PYTEST) -m "" tests/browser
 
 # Without root or a program pytest would skip all of it and succeed; this says what is missing.
 cluster: $(INSTALLED) | build/settings
 	$(PY) -m tests.support.hosts true
-	$(PY) -m pytest -m "" tests/cluster/hosts
-	$(PY) -m pytest -m more_hosts tests --ignore tests/cluster/hosts
+	$(PYTEST) -m "" tests/cluster/hosts
+	$(PYTEST) -m more_hosts tests --ignore tests/cluster/hosts
 
 cluster-shell: $(INSTALLED)
 	@$(PY) -m tests.support.hosts

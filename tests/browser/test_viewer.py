@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from nbconvert import HTMLExporter
 
 from nbdist.core.view import View
 from nbdist.memory.snapshot import CATEGORIES
@@ -292,6 +290,9 @@ def test_a_page_from_nbconvert_works_without_a_network(shown: Shown) -> None:
     """Opened from a file with the network cut."""
     shown.notebook.command("docmanager:save")
     path = shown.file.with_suffix(".html")
+    import nbformat  # late: both take seconds in each process that collects tests
+    from nbconvert import HTMLExporter
+
     stored = nbformat.read(shown.file, as_version=4)
     path.write_text(HTMLExporter().from_notebook_node(stored)[0])
     browser = shown.notebook.page.context.browser

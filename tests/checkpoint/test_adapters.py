@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import NEEDS_PEFT, TorchRanks
 from tests.support.training import MODEL
 
-pytest.importorskip("peft")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [NEEDS_PEFT, pytest.mark.timeout(300)]
 
 # Behind MODEL. The base is the same for each seed, as a pretrained one is.
 ADAPTED = (

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import NEEDS_PEFT, TorchRanks
 from tests.support.training import MODEL
 
-pytest.importorskip("peft")
+pytestmark = NEEDS_PEFT
 
 TEXT = """
     import copy

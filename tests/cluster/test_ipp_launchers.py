@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from ipyparallel.cluster.launcher import (
@@ -187,6 +186,8 @@ def test_the_kubernetes_manifest_fits_the_schema_and_has_the_key_in_its_secret_a
     """An Indexed Job and its Secret, for GPUs and for CPUs, as API servers check them."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     for gpus in (1, 0):
+        import kubernetes_validate  # late: two seconds (of rfc3987_syntax)
+
         put_kubernetes(tmp_path, gpus)
         config = profiles.load("kubernetes")
         ipp_launchers.keep_scripts(config, tmp_path)

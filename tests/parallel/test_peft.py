@@ -16,8 +16,9 @@ from nbdist.planner.fake.models import is_language_model
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
 from tests.support.parity import build_alone
+from tests.support.torch_ranks import NEEDS_PEFT
 
-peft = pytest.importorskip("peft")
+pytestmark = NEEDS_PEFT
 
 
 class Attention(nn.Module):
@@ -48,9 +49,22 @@ class Model(nn.Module):
         return x
 
 
-def adapted(config=None, **options):
-    options = {"r": 4, "target_modules": ["wq", "wo"], **options}
-    return peft.get_peft_model(Model(), config or peft.LoraConfig(**options))
+def lora(**options):
+    from peft import LoraConfig  # late: not at collection
+
+    return LoraConfig(**{"r": 4, "target_modules": ["wq", "wo"], **options})
+
+
+def ia3(**options):
+    from peft import IA3Config
+
+    return IA3Config(**options)
+
+
+def adapted(model=None, config=None, **options):
+    from peft import get_peft_model
+
+    return get_peft_model(model or Model(), config or lora(**options))
 
 
 def planned(model):
@@ -62,7 +76,7 @@ def planned(model):
 def test_tp_splits_adapters_as_their_layer():
     """A colwise layer's B by outputs, a rowwise one's A by inputs; each adapter of a layer."""
     model = adapted(lora_bias=True)
-    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["wo"]))
+    model.add_adapter("other", lora(r=2, target_modules=["wo"]))
     layouts = planned(model)
     query, out = (f"base_model.model.layers.1.{name}" for name in ("wq", "wo"))
     split = {name: layout.tp_dim for name, layout in layouts.items() if "layers.1" in name}
@@ -95,13 +109,13 @@ def test_a_plan_is_the_models_own():
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        (lambda: peft.LoraConfig(r=2, target_modules=["wq"], use_dora=True), "Dora, lora"),
-        (lambda: peft.IA3Config(target_modules=["wq"], feedforward_modules=[]), "ia3"),
+        (lambda: lora(target_modules=["wq"], use_dora=True), "Dora, lora"),
+        (lambda: ia3(target_modules=["wq"], feedforward_modules=[]), "ia3"),
     ],
 )
 def test_tp_refuses_other_adapters_of_a_layer_that_it_splits(config, kind):
     """One sentence says which, and what to take instead."""
-    model = adapted(config())
+    model = adapted(config=config())
     sentence = f"layers.0.wq: of PEFT's adapters it splits LoRA's alone, and this one is {kind}."
     with pytest.raises(OptionError, match=re.escape(sentence) + " Use fsdp, ddp or pp"):
         planned(model)
@@ -147,9 +161,8 @@ def test_a_language_model_is_one_inside_of_pefts_model_too():
     config = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
-    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
 
-    assert is_language_model(peft.get_peft_model(model, lora))
+    assert is_language_model(adapted(model, target_modules=["c_attn"], fan_in_fan_out=True))
     assert not is_language_model(adapted())
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -39,10 +37,16 @@ def on_meta(name: str) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]))
 
 
-def lora(rank: int, modules: Any, name: str) -> LoraConfig:
+def adapted_model(
+    model: nn.Module, rank: int, modules: Any = None, *, is_gpt2: bool = False, **options: Any
+) -> Any:
     """Adapters as PEFT has them; gpt2's linear layers have their matrices the other way round."""
-    is_gpt2 = name.startswith("gpt2")
-    return LoraConfig(r=rank, target_modules=modules, fan_in_fan_out=is_gpt2, task_type="CAUSAL_LM")
+    from peft import LoraConfig, get_peft_model  # late: not at collection
+
+    config = LoraConfig(
+        r=rank, target_modules=modules, fan_in_fan_out=is_gpt2, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config, **options)
 
 
 _NAMES, _TARGETS = ("gpt2", "llama-2-70b", "qwen2.5-7b"), (None, ALL, "first")
@@ -66,13 +70,16 @@ def test_adapters_are_those_that_peft_makes(name: str, targets: str | None) -> N
     planned = with_lora(model_of(name), 16, typed, None)
 
     with torch.device("meta"):
-        adapted = get_peft_model(model, lora(16, modules, name))
+        adapted = adapted_model(model, 16, modules, is_gpt2=name == "gpt2")
 
     assert adapted.get_nb_trainable_parameters() == (planned.trained, planned.parameters)
     assert planned.shape.parameters == planned.parameters
     if targets is None:
+        from peft.utils import constants
+
+        usual = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         assert planned.lora is not None
-        assert set(planned.lora.targets) == {*USUAL[CONFIGS[name]["model_type"]]}
+        assert set(planned.lora.targets) == {*usual[CONFIGS[name]["model_type"]]}
 
 
 @pytest.mark.parametrize(
@@ -142,8 +149,8 @@ def test_activations_beside_frozen_layers_are_what_autograd_keeps(
     def kept(layers: int) -> int:
         model = AutoModelForCausalLM.from_config(FORMS[form](layers), dtype=kind)
         modules = targets if targets in (None, ALL) else str(targets).split(",")
-        config = lora(8, modules, form)
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=is_fp32)
+        is_gpt2 = form.startswith("gpt2")
+        adapted = adapted_model(model, 8, modules, is_gpt2=is_gpt2, autocast_adapter_dtype=is_fp32)
         adapted.enable_input_require_grads()  # else nothing before the first adapter is kept
         return kept_by(adapted, is_autocast=is_autocast)
 
@@ -182,7 +189,7 @@ def test_a_plan_of_a_config_is_that_of_the_model_that_peft_has_made(
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**_TINY), dtype=torch.bfloat16 if half else torch.float32
     )
-    adapted = get_peft_model(model, LoraConfig(r=8, task_type="CAUSAL_LM"))
+    adapted = adapted_model(model, 8)
     live = describe_model.describe("model", adapted, None, {})
     counted = answer(FakeRequest(live.source, choice, load), live.source)
     run = counted.memory

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from nbdist.core import rank as core_rank
 from nbdist.lints.memory_shortage import LINT
@@ -42,6 +41,12 @@ def facts(
     return facts_found
 
 
+def gpt2(**sizes: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # late: not at collection
+
+    return GPT2LMHeadModel(GPT2Config(**sizes))
+
+
 def on_meta(count: int) -> nn.Module:
     """So many millions of parameters."""
     with torch.device("meta"):
@@ -69,7 +74,7 @@ def test_states_are_counted_where_no_batch_was_seen(monkeypatch: pytest.MonkeyPa
 def test_activations_count_where_a_batch_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a language model, as the plan's formulas have them."""
     with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config())
+        model = gpt2()
     before = facts(monkeypatch, model, 1e12)
     monkeypatch.setattr(shortage, "last_batch", lambda: ((4, 512), "int64"))
     after = facts(monkeypatch, model, 1e12)
@@ -129,7 +134,7 @@ def test_it_is_silent_about_what_it_cannot_know(
 ) -> None:
     """States that lie elsewhere, and degrees that the model refuses by itself: 3 heads."""
     with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(n_embd=48, n_head=3))
+        model = gpt2(n_embd=48, n_head=3)
     monkeypatch.setattr(shortage, "last_batch", lambda: ((4, 512), "int64"))
     live = describe_model.describe("net", model, None, {}, wants_source=False)
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -276,15 +276,20 @@ class LabNotebook:
             ) from error
 
 
-def write_notebook(path: Path, *sources: str) -> None:
-    # Late: see tests/support/cells.py; every test session imports this module.
-    import nbformat
-    from nbformat.v4 import new_code_cell, new_notebook
-
+def write_notebook(path: Path, *sources: str, printed: Sequence[str] = ()) -> None:
+    """A notebook of these cells, run where `printed` has what each has shown."""
     # Without a kernel of its own JupyterLab would ask which one to take.
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    cells = [new_code_cell(source) for source in sources]
-    nbformat.write(new_notebook(cells=cells, metadata=metadata), path)
+    shown = [[{"output_type": "stream", "name": "stdout", "text": t}] if t else [] for t in printed]
+    cells = [
+        {
+            "cell_type": "code", "id": f"cell-{number}", "metadata": {}, "source": source,
+            "execution_count": 1 if printed else None, "outputs": shown[number] if shown else [],
+        }
+        for number, source in enumerate(sources)
+    ]  # fmt: skip
+    notebook = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    path.write_text(json.dumps(notebook))
 
 
 def _write_settings(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -18,8 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 from tests.support.forks import Forked, ForkServer
 from tests.support.kernel import notebook_env
+
+# Asked without an import of it, which takes seconds in each process that collects tests.
+NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="needs PEFT")
 
 # Ranks end by themselves after LIMIT_S, with all threads' stacks; the test waits a little longer.
 LIMIT_S = 200.0
@@ -286,7 +292,9 @@ def _server(rank: int) -> ForkServer:
 
 
 @functools.cache
-def _one_of_two(_number: int) -> ForkServer:
-    server = ForkServer(IMPORTED, notebook_env(ENV))
+def _one_of_two(number: int) -> ForkServer:
+    # pytest's processes of one run (-n 2) share it.
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    server = ForkServer(IMPORTED, notebook_env(ENV), f"{run}-{number}")
     atexit.register(server.stop)
     return server

@@ -7,11 +7,10 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
-import nbformat
 import pytest
 
 from nbdist.testing import notebooks
-from tests.support import processes
+from tests.support import lab, processes
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +22,8 @@ _LOADED = {"", ".core", ".core.units", ".core.versions", ".errors", ".testing", 
 
 def write(path: Path, *cells: tuple[str, str]) -> None:
     """A notebook of cells with what each has printed."""
-    new = nbformat.v4
-    code = []
-    for source, printed in cells:
-        outputs = [new.new_output("stream", name="stdout", text=printed)] if printed else []
-        code.append(new.new_code_cell(source, outputs=outputs, execution_count=1))
-    nbformat.write(new.new_notebook(cells=code), path)
+    sources, printed = zip(*cells, strict=True)
+    lab.write_notebook(path, *sources, printed=printed)
 
 
 def told(text: str, outcome: str) -> set[str]:
