@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.support.cp_ranks import COMMON
-from tests.support.pipelines import PP
 from tests.support.torch_ranks import run_ranks
 
 # Behind torch_ranks.PRELUDE.
@@ -288,10 +287,9 @@ RING = (
         return [attended(True), attended(False), losses]
 """
 )
-PIPELINE = (
-    PP
-    + """
+PIPELINE = """
 from nbdist.parallel.pp import tied_gradients
+from tests.programs.parity import compare, make
 
 def tied():
     "A sum over two of three stages."
@@ -302,9 +300,9 @@ def tied():
     return share.gradient.tolist()
 
 def train_all():
-    return [tied(), compare(), compare(schedule="interleaved", made={"depth": 6, "tied": False})]
+    untied = lambda: make(depth=6, is_tied=False)
+    return [tied(), compare("pp"), compare("pp", schedule="interleaved", build=untied)]
 """
-)
 TWICE = """
 direct = train_all()
 again = forced(train_all)

@@ -10,8 +10,8 @@ from nbdist.errors import OptionError
 from nbdist.parallel.cp import cp, kernels, ulysses
 from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
+from tests.programs.parity import build_alone
 from tests.support.cp_ranks import COMMON
-from tests.support.parity import build_alone
 from tests.support.torch_ranks import run_ranks
 
 PIECES = """

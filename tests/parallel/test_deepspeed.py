@@ -10,7 +10,7 @@ from nbdist.errors import OptionError
 from nbdist.parallel.dp import deepspeed
 from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
-from tests.support.parity import build_alone
+from tests.programs.parity import build_alone
 from tests.support.torch_ranks import run_ranks
 from tests.support.training import HAS_DEEPSPEED, needs_deepspeed
 

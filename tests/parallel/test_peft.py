@@ -15,7 +15,7 @@ from nbdist.parallel.tp import tp
 from nbdist.planner.fake.models import is_language_model
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
-from tests.support.parity import build_alone
+from tests.programs.parity import build_alone
 from tests.support.torch_ranks import NEEDS_PEFT
 
 pytestmark = NEEDS_PEFT

@@ -14,8 +14,8 @@ from nbdist.parallel.tp.model import layers_of
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
 from nbdist.strategy.tp_plan import attentions, find_plan
+from tests.programs.parity import build_alone
 from tests.support import tp_models
-from tests.support.parity import build_alone
 
 
 def planned(model, degree=2, world_size=None, **options):

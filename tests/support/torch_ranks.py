@@ -1,13 +1,17 @@
-"""Plain processes that are ranks: they join over a file as engines do, and run a given text.
+"""Plain processes that are ranks: they join over a file as engines do, and run a program.
 
-They are forks of a process that has imported torch, which costs a rank two seconds or more.
+A program is a function of a test's file, which each rank executes as `__main__`, as a notebook's
+names lie there. Ranks are forks of a process that has imported torch, which costs two seconds.
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
 import functools
+import inspect
 import json
+import marshal
 import os
 import pickle
 import signal
@@ -15,11 +19,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from _pytest.assertion.rewrite import rewrite_asserts
 
 from tests.support.forks import Forked, ForkServer
 from tests.support.kernel import notebook_env
@@ -43,134 +49,35 @@ IMPORTED = (
     "nbdist.parallel.reshard.sync_model",
     "nbdist.switch.rank.switch",
     "nbdist.verification.rank.verify",
+    "tests.support.torch_ranks",
     "torch._dynamo",
     *(name for name in _OF_LIBRARIES if find_spec(name.partition(".")[0])),
 )
 ENV = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
-# What every text finds: its place, the modules, and the ways to hang, wait and answer.
-PRELUDE = """
-import ctypes, faulthandler, json, os, pickle, signal, socket, sys, threading, time
-from pathlib import Path
-faulthandler.dump_traceback_later(float(os.environ["TEST_LIMIT_S"]), exit=True)
-rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-run_dir = Path(os.environ["TEST_RUN_DIR"])
-import torch, torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-dist.set_debug_level_from_env()
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
-from nbdist.hang.recovery import merge_groups
-from nbdist.engine import join as runtime
-from nbdist.core import topology
-from nbdist.hang.rank import common_store, gloo_abort, process_groups, reset_models
-from nbdist.parallel import live_models
-from nbdist.parallel.reshard import sync_model as sync
-from nbdist.core.rank import this_rank
-from nbdist.errors import NbdistError
+# What a text begins with: its place, the modules, and the ways to hang, wait and answer.
+PRELUDE = "from tests.programs.rank import *\njoin()\n"
+RUN = "__import__('tests.programs.rank', fromlist=['run']).run()"
 
-def done(**result):
-    (run_dir / f"result.{rank}.tmp").write_text(json.dumps(result))
-    os.rename(run_dir / f"result.{rank}.tmp", run_dir / f"result.{rank}")
-    sys.stdout.flush()
-    os._exit(0)
-
-def say(name, data=b""):
-    (run_dir / f"{name}.{rank}.tmp").write_bytes(data)
-    os.rename(run_dir / f"{name}.{rank}.tmp", run_dir / f"{name}.{rank}")
-
-def wait_for(name, ranks=range(n)):
-    paths = [run_dir / f"{name}.{other_rank}" for other_rank in ranks]
-    until = time.monotonic() + 40
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < until, [path.name for path in paths if not path.exists()]
-        time.sleep(0.005)
-    return [path.read_bytes() for path in paths]
-
-def wait_asleep():
-    "Until the main thread waits inside the system, without using the processor."
-    stat = Path(f"/proc/self/task/{os.getpid()}/stat")
-    last, same = None, 0
-    until = time.monotonic() + 40
-    while same < 10:
-        assert time.monotonic() < until
-        fields = stat.read_text().rpartition(")")[2].split()
-        now = (fields[0], fields[11], fields[12])
-        same = same + 1 if now == last and fields[0] == "S" else 0
-        last = now
-        time.sleep(0.01)
-
-def broken_off(call, after=lambda: None):
-    "Run a call that waits in vain, abort it from a thread, and return its error's class."
-    count = []
-    def watch():
-        after()
-        wait_asleep()
-        count.append(gloo_abort.abort())
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        call()
-    except RuntimeError as error:
-        thread.join()
-        return type(error).__name__, count[0]
-    thread.join()
-    return "", count[0]
-
-def refusal(call, *kinds):
-    "What the error says with which a call ends: one of nbdist's, or of these kinds."
-    try:
-        call()
-    except kinds or NbdistError as error:
-        return str(error)
-    return ""
-
-def counts():
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-def total(group=None):
-    tensor = torch.tensor([rank + 1.0])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
-
-def join_over_a_port(address):
-    plan = topology.plan(topology.local_reports(n, hostname="here", gpus=(), cores=2), "gloo")
-    if rank == 0:
-        say("port", str(common_store.open_store(address, n)).encode())
-    runtime.join_by_plan(plan, rank, ("", address, int(wait_for("port", [0])[0])))
-
-if "TEST_NETWORKS" in os.environ:
-    with open(os.environ["TEST_NETWORKS"].split()[rank]) as network:
-        assert ctypes.CDLL(None).setns(network.fileno(), 0x40000000) == 0
-is_new = "TEST_REJOIN" in os.environ
-if is_new:
-    generation, plan, made, *at = pickle.loads(Path(os.environ["TEST_REJOIN"]).read_bytes())
-    at = at[0] if at else (str(run_dir / "store"), "", 0)
-    runtime.rejoin(plan, rank, at, generation, made)
-elif "TEST_ADDRESS" in os.environ:
-    join_over_a_port(os.environ["TEST_ADDRESS"])
-else:
-    runtime.join_at_start(run_dir, json.loads((run_dir / "start.json").read_text()))
-"""
+Program = Callable[..., dict[str, Any] | None]
 
 
 class TorchRanks:
-    """Ranks 0 to n-1, each running the same text after `PRELUDE`. A context manager.
+    """Ranks 0 to n-1, each running the same program, or text after `PRELUDE`. A context manager.
 
-    The text calls `done(key=value, ...)` at its end, `limit_s` after its start at the latest. They
-    join over a file; with TEST_ADDRESS over a port there. TEST_NETWORKS has a network namespace
-    for each, as a file below /proc.
+    A program returns what its rank ends with, `limit_s` after its start at the latest; a text
+    calls `done(key=value, ...)`. They join over a file; with TEST_ADDRESS over a port there.
+    TEST_NETWORKS has a network namespace for each, as a file below /proc.
     """
 
     def __init__(
         self,
         folder: Path,
         size: int,
-        text: str,
+        program: Program | str,
         limit_s: float = LIMIT_S,
         *,
+        arguments: Mapping[str, Any] | None = None,
         is_new: bool = False,
         **env: str,
     ) -> None:
@@ -179,8 +86,9 @@ class TorchRanks:
         Args:
             folder: For their files.
             size: How many.
-            text: What each runs.
+            program: What each runs.
             limit_s: After which they end by themselves.
+            arguments: Of the program.
             is_new: Processes that have imported nothing. So too where an environment variable of
                 torch's is given, which may be read by the import; TORCH_DISTRIBUTED_DEBUG can be
                 read again.
@@ -189,7 +97,7 @@ class TorchRanks:
         self.folder = folder
         self.size = size
         self.limit_s = limit_s
-        self._text = PRELUDE + textwrap.dedent(text)
+        self._text = RUN if callable(program) else PRELUDE + textwrap.dedent(program)
         self._env = env
         self._is_new = is_new or any(
             name.startswith("TORCH") and name != "TORCH_DISTRIBUTED_DEBUG" for name in env
@@ -198,6 +106,10 @@ class TorchRanks:
         folder.mkdir(parents=True, exist_ok=True)
         start = {"world_size": size, "backend": "auto", "deadline_s": 60.0, "gpus": []}
         (folder / "start.json").write_text(json.dumps(start))
+        if callable(program):
+            path = inspect.getfile(inspect.unwrap(program))
+            parts = compiled(path), path, program.__name__, arguments or {}
+            (folder / "program").write_bytes(pickle.dumps(parts))
         if not self._is_new:
             [_server(rank) for rank in range(size)]  # they import side by side
         for rank in range(size):
@@ -276,11 +188,46 @@ class TorchRanks:
 
 
 def run_ranks(
-    folder: Path, size: int, text: str, limit_s: float = LIMIT_S, **env: str
+    folder: Path, size: int, program: Program | str, limit_s: float = LIMIT_S, **more: Any
 ) -> list[dict[str, Any]]:
-    """What ranks have ended with that ran a text, as `TorchRanks` has it."""
-    with TorchRanks(folder, size, text, limit_s=limit_s, **env) as ranks:
+    """What ranks have ended with that ran a program, as `TorchRanks` has it."""
+    with TorchRanks(folder, size, program, limit_s, **more) as ranks:
         return ranks.results()
+
+
+def on_ranks(
+    *sizes: int, limit_s: float = LIMIT_S, **env: str
+) -> Callable[[Program], Callable[..., None]]:
+    """Make a test of a program: it passes if no rank raises. Its parameters come along.
+
+    Args:
+        sizes: With how many ranks; those behind the first belong to `make parity`.
+        limit_s: After which ranks end by themselves.
+        env: Variables beside those of a rank.
+    """
+
+    def test_of(program: Program) -> Callable[..., None]:
+        @functools.wraps(program)
+        def test(tmp_path: Path, size: int, **arguments: Any) -> None:
+            run_ranks(tmp_path, size, program, limit_s, arguments=arguments, **env)
+
+        names = ("tmp_path", "size", *inspect.signature(program).parameters)
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        vars(test)["__signature__"] = inspect.Signature(parameters)
+        first, *others = sizes
+        more = [pytest.param(size, marks=pytest.mark.parity) for size in others]
+        return pytest.mark.parametrize("size", [first, *more])(test)
+
+    return test_of
+
+
+@functools.cache
+def compiled(path: str) -> bytes:
+    """A file's code, whose asserts tell values as pytest has them do."""
+    source = Path(path).read_bytes()
+    tree = ast.parse(source)
+    rewrite_asserts(tree, source)
+    return marshal.dumps(compile(tree, path, "exec", dont_inherit=True))
 
 
 def _server(rank: int) -> ForkServer:
