@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cp_ranks import COMMON
 from tests.support.torch_ranks import run_ranks
 
 # Behind torch_ranks.PRELUDE.
@@ -272,21 +271,21 @@ def test_functional_collectives_give_what_torchs_own_give(tmp_path: Path) -> Non
         assert end["direct"][0][1] == [6, 4]
 
 
-RING = (
-    COMMON
-    + """
-    def attended(causal):
-        generator = torch.Generator().manual_seed(rank)
-        pieces = [torch.randn(2, 4, 16, 8, generator=generator).requires_grad_() for _ in range(3)]
-        out = attention.CONTEXTS["ring"](Problem(*pieces, causal, 8 ** -0.5), dist.group.WORLD)
-        out.square().sum().backward()
-        return [out.tolist(), *(piece.grad.tolist() for piece in pieces)]
+RING = """
+from nbdist.parallel.cp import attention
+from nbdist.parallel.cp.kernels import Problem
+from tests.programs.sequences import Model, apart
 
-    def train_all():
-        losses, _ = trained(split(make(Model)), lambda model, step: model(*batch(step)))
-        return [attended(True), attended(False), losses]
+def attended(causal):
+    generator = torch.Generator().manual_seed(rank)
+    pieces = [torch.randn(2, 4, 16, 8, generator=generator).requires_grad_() for _ in range(3)]
+    out = attention.CONTEXTS["ring"](Problem(*pieces, causal, 8 ** -0.5), dist.group.WORLD)
+    out.square().sum().backward()
+    return [out.tolist(), *(piece.grad.tolist() for piece in pieces)]
+
+def train_all():
+    return [attended(True), attended(False), apart(Model)]
 """
-)
 PIPELINE = """
 from nbdist.parallel.pp import tied_gradients
 from tests.programs.parity import compare, make

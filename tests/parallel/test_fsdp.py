@@ -53,6 +53,8 @@ def test_it_trains_as_one_process() -> None:
 @on_ranks(2, 4, limit_s=280.0)  # 22 trainings, on up to two ranks for each core
 def test_every_combination_trains_as_one_process(shard: str) -> None:
     """What is split, times checkpointing, accumulation, offload and precision; pieces of 0."""
+    if (n, shard) == (2, "hybrid"):
+        return  # nothing to split beside the copies
     copies = 2 if shard == "hybrid" else 1
     over = {"dp_replicate": copies, "dp_shard": n // copies}
     options: dict[str, Any] = {"shard": shard}
