@@ -1,192 +1,186 @@
 """Whose Accelerator it is: ours, made lazily, Accelerate's own; and DeepSpeed's engine under it."""
 
-import json
+import contextlib
+import inspect
+import io
 import re
 from pathlib import Path
+from typing import Any
 
+import accelerate
 import pytest
+import torch
 from accelerate import ParallelismConfig
+from accelerate.utils import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+)  # fmt: skip
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nbdist.errors import OptionError
+from nbdist.parallel import registry
 from nbdist.parallel.accelerator import guard
-from tests.support.torch_ranks import run_ranks
-from tests.support.training import MODEL, needs_deepspeed
+from nbdist.parallel.accelerator.accelerator import Accelerator, LazyAccelerator
+from nbdist.planner.rank.describe_model import optimizer_of
+from nbdist.strategy.choose import choose
+from nbdist.switch.rank.switch import switch
+from tests.programs.rank import everyone, n, rank, refusal
+from tests.programs.training import make, use
+from tests.support.torch_ranks import on_ranks, run_ranks
+from tests.support.training import needs_deepspeed
 
-OWN = """
-    import contextlib, io
-    import accelerate
-    from accelerate.utils import AutocastKwargs
-    from nbdist.parallel.accelerator.accelerator import LazyAccelerator
 
+@on_ranks(2)
+def test_ours_accelerates_and_the_lazy_one() -> None:
+    """Accelerate's own says once that it means ddp; plugins are refused; seeds of epochs hold."""
     lazy = LazyAccelerator()
-    is_lazy = isinstance(lazy, accelerate.Accelerator) and not vars(lazy)
-    refused = [
-        refusal(lambda: Accelerator(fsdp_plugin=object())),
-        refusal(lambda: Accelerator(dynamo_backend="inductor")),
-    ]
+    assert isinstance(lazy, accelerate.Accelerator)
+    assert not vars(lazy)
+    sentence = refusal(lambda: Accelerator(fsdp_plugin=object()))
+    assert "Accelerator(fsdp_plugin=...)" in sentence
+    assert "%dist_strategy fsdp" in sentence
+    assert "--compile" in refusal(lambda: Accelerator(dynamo_backend="inductor"))
     use("fsdp")
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         mine = accelerate.Accelerator(mixed_precision="bf16")
         accelerate.Accelerator()
-        inner = accelerate.Accelerator(gradient_accumulation_steps=4)
-    plain = type(mine.prepare(torch.nn.Linear(2, 2))).__name__
-    names = [type(lazy).__name__, lazy.mixed_precision, lazy.gradient_accumulation_steps,
-             type(lazy).__name__, registry.current().options.precision]
-    a = torch.ones(2, 2)
-    with lazy.autocast():
-        kinds = [str((a @ a).dtype)]
-    with lazy.autocast(AutocastKwargs(enabled=False)):
-        kinds.append(str((a @ a).dtype))
-    use("ddp")
-    with lazy.autocast():
-        kinds.append(str((a @ a).dtype))
+        accelerate.Accelerator(gradient_accumulation_steps=4)
+    assert text.getvalue().count("The strategy is fsdp.") == 1
+    assert "from nbdist import Accelerator" in text.getvalue()
+    assert type(mine.prepare(nn.Linear(2, 2))).__name__ == "DistributedDataParallel"
+    # It takes over what the user's own says, as the shared state does.
+    assert type(lazy).__name__ == "LazyAccelerator"
+    assert (lazy.mixed_precision, lazy.gradient_accumulation_steps) == ("bf16", 4)
+    assert type(lazy).__name__ == "Accelerator"
+    assert registry.current().options.precision == "bf16"
 
-    seeded = Accelerator(
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7))
-    class Set(torch.utils.data.Dataset):
-        epochs = []
-        def __len__(self): return 16
-        def __getitem__(self, index): return torch.tensor(index)
-        def set_epoch(self, epoch): self.epochs.append(epoch)
-    loader = seeded.prepare(DataLoader(Set(), batch_size=2, shuffle=True))
-    def order(epoch):
+    def product_in(*handlers: Any) -> torch.dtype:
+        with lazy.autocast(*handlers):
+            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    assert product_in() == torch.bfloat16
+    assert product_in(AutocastKwargs(enabled=False)) == torch.float32
+    use("ddp")
+    assert product_in() == torch.float32
+    seeds_of_epochs_hold()
+
+
+class Told(Dataset):
+    """Is told the epoch."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+    def set_epoch(self, epoch):
+        pass
+
+
+def seeds_of_epochs_hold() -> None:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+    seeded = Accelerator(dataloader_config=config)
+    loader = seeded.prepare(DataLoader(Told(), batch_size=2, shuffle=True))
+    assert isinstance(loader, DataLoader)
+
+    def order(epoch: int) -> list[int]:
         loader.set_epoch(epoch)
         return [x for batch in loader for x in seeded.gather(batch).tolist()]
+
     orders = [order(0), order(3), order(0)]
-    none = refusal(lambda: seeded.prepare(DataLoader(Set(), batch_size=None)))
-    done(is_lazy=is_lazy, refused=refused, text=text.getvalue(), plain=plain, names=names,
-         kinds=kinds, orders=orders, is_loader=isinstance(loader, DataLoader), none=none)
-"""
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == list(range(16))
+    assert everyone(orders) == [orders] * n
+    none = refusal(lambda: seeded.prepare(DataLoader(Told(), batch_size=None)))
+    assert "batch_size=None" in none
 
 
-def test_ours_accelerates_and_the_lazy_one(tmp_path: Path) -> None:
-    """Accelerate's own says once that it means ddp; plugins are refused; seeds of epochs hold."""
-    results = run_ranks(tmp_path, 2, MODEL + OWN)
-
-    for result in results:
-        assert result["is_lazy"]
-        assert "Accelerator(fsdp_plugin=...)" in result["refused"][0]
-        assert "%dist_strategy fsdp" in result["refused"][0]
-        assert "--compile" in result["refused"][1]
-        assert result["text"].count("The strategy is fsdp.") == 1
-        assert "from nbdist import Accelerator" in result["text"]
-        assert result["plain"] == "DistributedDataParallel"
-        # It takes over what the user's own says, as the shared state does.
-        assert result["names"] == ["LazyAccelerator", "bf16", 4, "Accelerator", "bf16"]
-        assert result["kinds"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
-        assert result["orders"][0] == result["orders"][2] != result["orders"][1]
-        assert sorted(result["orders"][0]) == list(range(16))
-        assert result["is_loader"]
-        assert "batch_size=None" in result["none"]
-    assert results[0]["orders"] == results[1]["orders"]
+def settings(own: Any) -> list[Any]:
+    words = ("mixed_precision", "project_dir", "step_scheduler_with_optimizer")
+    values = [getattr(own, word) for word in words]
+    scale = own.scaler_handler.init_scale
+    return [dict(own.gradient_state.plugin_kwargs), str(own.dataloader_config), scale, *values]
 
 
-SHARED = """
-    from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
-    from nbdist.parallel.accelerator.accelerator import LazyAccelerator
-    from nbdist.planner.rank.describe_model import optimizer_of
-    from nbdist.switch.rank.switch import switch
+def steps(own: Any) -> int:
+    """Of 8 batches for each rank."""
+    loader = DataLoader(TensorDataset(torch.arange(16.0).view(16, 1)), batch_size=1)
+    net: Any = nn.Linear(1, 1)
+    net, optimizer, loader = own.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
+    count = 0
+    for (x,) in loader:
+        with own.accumulate(net):
+            own.backward(net(x).mean())
+            optimizer.step()
+            count += own.sync_gradients
+    return count
 
-    def settings(own):
-        return [dict(own.gradient_state.plugin_kwargs), own.mixed_precision,
-                str(own.dataloader_config), own.scaler_handler.init_scale,
-                own.project_dir, own.step_scheduler_with_optimizer]
-    def steps(own):
-        loader = DataLoader(TensorDataset(torch.arange(16.).view(16, 1)), batch_size=1)
-        net = nn.Linear(1, 1)
-        net, optimizer, loader = own.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
-        count = 0
-        for (x,) in loader:
-            with own.accumulate(net):
-                own.backward(net(x).mean())
-                optimizer.step()
-                count += own.sync_gradients
-        return count
+
+@on_ranks(2)
+def test_the_lazy_one_leaves_the_users_settings() -> None:
+    """Set up before or after, 8 batches are 2 steps of 4 each, also after switches."""
     before, after = LazyAccelerator(), LazyAccelerator()
-    is_one = before.is_main_process == (rank == 0)
+    assert before.is_main_process == (rank == 0)
+    every_4 = {"num_steps": 4, "sync_with_dataloader": False, "adjust_scheduler": False}
     mine = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=4, sync_with_dataloader=False, adjust_scheduler=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(**every_4),
         dataloader_config=DataLoaderConfiguration(even_batches=False, use_seedable_sampler=True),
-        kwargs_handlers=[GradScalerKwargs(init_scale=8.0)], project_dir="runs",
-        step_scheduler_with_optimizer=False)
+        kwargs_handlers=[GradScalerKwargs(init_scale=8.0)],
+        project_dir="runs",
+        step_scheduler_with_optimizer=False,
+    )
     first = settings(mine)
-    mine_net = nn.Linear(1, 1)
-    sgd = torch.optim.SGD(mine_net.parameters(), 0.1)
-    looked_at = optimizer_of(mine_net, None) is sgd, type(after).__name__
-    counts = [steps(mine)]
-    is_one = is_one and after.is_main_process == (rank == 0)
-    counts += [steps(mine), steps(after), steps(before)]
-    second = settings(mine)
+    assert first[0] == every_4
+    net = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    assert optimizer_of(net, None) is sgd
+    assert type(after).__name__ == "LazyAccelerator"
+    assert steps(mine) == 2
+    assert after.is_main_process == (rank == 0)
+    assert [steps(mine), steps(after), steps(before)] == [2] * 3
+    assert settings(mine) == first
     switch(choose("ddp", {"accumulate": 2}, n))
     late = LazyAccelerator()
-    during = late.gradient_accumulation_steps
+    assert late.gradient_accumulation_steps == 2
     switch(choose("ddp", {}, n))
     mine.gradient_accumulation_steps = 8
     switch(choose("ddp", {"accumulate": 2}, n))
     switch(choose("ddp", {}, n))
-    done(is_one=is_one, first=first, second=second, looked_at=looked_at, counts=counts,
-         during=during, end=mine.gradient_state.plugin_kwargs)
-"""
+    assert mine.gradient_state.plugin_kwargs == {**every_4, "num_steps": 8}
 
 
-def test_the_lazy_one_leaves_the_users_settings(tmp_path: Path) -> None:
-    """Set up before or after, 8 batches are 2 steps of 4 each, also after switches."""
-    for result in run_ranks(tmp_path, 2, MODEL + SHARED):
-        assert result["is_one"]
-        assert result["looked_at"] == [True, "LazyAccelerator"]
-        assert result["counts"] == [2, 2, 2, 2]
-        assert result["first"] == result["second"]
-        assert result["first"][0] == {
-            "num_steps": 4, "sync_with_dataloader": False, "adjust_scheduler": False
-        }  # fmt: skip
-        assert result["during"] == 2
-        assert result["end"] == {**result["first"][0], "num_steps": 8}
-
-
-DEEPSPEED = """
-    folder = os.environ["FOLDER"]
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+def saves_and_loads(folder: str) -> None:
+    config = DataLoaderConfiguration(split_batches=True)
+    accelerator = Accelerator(dataloader_config=config)
     use("deepspeed", stage=3)
-    net, optimizer, scheduler = make(0)
-    text = refusal(lambda: accelerator.prepare(net))
+    net, optimizer, _ = make(0)
+    assert "Give both in one call" in refusal(lambda: accelerator.prepare(net))
     model, optimizer = accelerator.prepare(net, optimizer)
     accelerator.save_state(folder)
     whole = accelerator.get_state_dict(model)
-    base = accelerator.unwrap_model(model) is net
+    assert accelerator.unwrap_model(model) is net
     del model, optimizer, net
     use("ddp")
-    net, optimizer, scheduler = make(5)
+    net, optimizer, _ = make(5)
     model, optimizer = accelerator.prepare(net, optimizer)
     accelerator.load_state(folder)
-    same = all(torch.equal(v, whole[k]) for k, v in accelerator.get_state_dict(model).items())
-    done(text=text, same=same, base=base)
-"""
+    assert all(torch.equal(v, whole[k]) for k, v in accelerator.get_state_dict(model).items())
 
 
 @needs_deepspeed
 def test_what_deepspeed_saves_is_loaded_under_ddp(tmp_path: Path) -> None:
     """But for moments; model and optimizer are prepared in one call."""
-    results = run_ranks(tmp_path / "run", 2, MODEL + DEEPSPEED, FOLDER=str(tmp_path))
-
-    for result in results:
-        assert "Give both in one call" in result["text"]
-        assert result["same"]
-        assert result["base"]
+    run_ranks(tmp_path / "run", 2, saves_and_loads, arguments={"folder": str(tmp_path)})
 
 
 def test_wiring_is_listed() -> None:
     """What Accelerate would take for a strategy is refused by name: each is an argument of it."""
-    import inspect
-
-    import accelerate
-
-    from nbdist.parallel.accelerator.guard import _PLUGINS
-
-    accepted = set(inspect.signature(accelerate.Accelerator).parameters)
-
-    assert set(_PLUGINS) <= accepted, json.dumps(sorted(set(_PLUGINS) - accepted))
+    assert {*guard._PLUGINS} <= {*inspect.signature(accelerate.Accelerator).parameters}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,24 @@
 """Batches are shared out as by Accelerate; a loop goes on at the next sample over a switch."""
 
 import itertools
-from pathlib import Path
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import BatchSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)  # fmt: skip
 
+from nbdist.parallel.accelerator.accelerator import Accelerator
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
     DataShard,
@@ -16,8 +26,12 @@ from nbdist.parallel.accelerator.batch_sampler import (
     ShardedBatchSampler,
     share_of,
 )
+from nbdist.parallel.accelerator.loader_state import keep_loops
+from nbdist.parallel.training_state import generators
 from nbdist.strategy.choose import choose
-from tests.support.torch_ranks import run_ranks
+from tests.programs.rank import everyone, n, rank
+from tests.programs.training import use
+from tests.support.torch_ranks import on_ranks
 
 
 def local_batches(
@@ -111,222 +125,252 @@ def test_ranks_that_share_a_copy_of_the_model_have_the_same_part(
     assert {share.count for share in shares} == {max(indices) + 1}
 
 
-LOADERS = """
-    import random
-    from accelerate.utils import DataLoaderConfiguration
-    from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-    from nbdist.strategy.choose import choose
-    from nbdist.parallel.accelerator.accelerator import Accelerator
-    from nbdist.parallel import registry
+class Numbers(Dataset):
+    def __len__(self):
+        return 26
 
-    def use(name, **options):
-        registry.set_choice(choose(name, options, n))
+    def __getitem__(self, index):
+        return torch.tensor([index])
 
-    class Numbers(Dataset):
-        def __len__(self):
-            return 26
-        def __getitem__(self, index):
-            return torch.tensor([index])
 
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return (torch.tensor([index]) for index in range(26))
+class Noisy(Numbers):
+    def __getitem__(self, index):
+        return index + torch.rand(1)
 
-    class Own(Sampler):
-        "Draws from a generator of Python's that nobody else can set."
-        def __iter__(self):
-            order = list(range(26))
-            random.Random(3).shuffle(order)
-            return iter(order)
-        def __len__(self):
-            return 26
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (torch.tensor([index]) for index in range(26))
+
+
+class Own(Sampler):
+    """Draws from a generator of Python's that nobody else can set."""
+
+    def __iter__(self):
+        order = list(range(26))
+        random.Random(3).shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 26
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"dataset": Numbers()},
+    "shuffled": {"dataset": Numbers(), "shuffle": True},
+    "workers": {"dataset": Numbers(), "shuffle": True, "num_workers": 2},
+    "persistent": {"dataset": Numbers(), "num_workers": 1, "persistent_workers": True},
+    "sampler": {"dataset": Numbers(), "sampler": Own()},
+    "stream": {"dataset": Stream()},
+    "own stream": {"dataset": Stream()},
+    "noisy": {"dataset": Noisy(), "shuffle": True},
+    "generator": {"dataset": Numbers(), "shuffle": True},
+    "replacement": {"dataset": Numbers()},
+    "dispatched": {"dataset": Numbers(), "shuffle": True},
+}
+DISPATCHED = {"own stream": False, "dispatched": True}
+
+
+def prepared(accelerator: Accelerator, kind: str) -> Any:
+    """A loader under ddp, whose generators are its own."""
+    use("ddp")
+    accelerator.dataloader_config.dispatch_batches = DISPATCHED.get(kind)
+    more: dict[str, Any] = {}
+    if kind == "generator":
+        more["generator"] = torch.Generator().manual_seed(5)
+    if kind == "replacement":
+        more["sampler"] = RandomSampler(Numbers(), replacement=True)
+    return accelerator.prepare(DataLoader(batch_size=2, **KINDS[kind], **more))
+
+
+def numbers(batch: torch.Tensor) -> list[int]:
+    return batch.flatten().tolist()
+
+
+def of_all_parts(accelerator: Accelerator, rows: list[list[int]]) -> list[list[list[int]]]:
+    """What all parts of the data gave, in the order of the samples, one list per step."""
+    return [row for _, row in sorted(everyone((accelerator.process_index, rows)))]
+
+
+def flat(parts: list[list[list[int]]]) -> list[int]:
+    return [x for step in zip(*parts, strict=True) for part in step for x in part]
+
+
+def goes_on_over_a_switch(accelerator: Accelerator, kind: str) -> None:
+    torch.manual_seed(rank)  # ranks' own seeds do not matter
+    loader = prepared(accelerator, kind)
+    same, epoch = id(loader), iter(loader)
+    first = of_all_parts(accelerator, [numbers(next(epoch)) for _ in range(2)])
+    before = torch.get_rng_state()
+    use("tp")
+    second = of_all_parts(accelerator, [numbers(next(epoch)) for _ in range(3)])
+    use("ddp")
+    later = [numbers(batch) for batch in epoch]
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(later) == 3  # 26 samples: 2 steps of 4, 3 of 2, and 3 of 4
+    assert all(part == second[0] for part in second)
+    samples = flat(first) + flat(second[:1]) + flat(of_all_parts(accelerator, later))
+    assert sorted(samples) == list(range(26)), kind
+    assert same == id(loader)
+    assert len(list(loader)) == 7
+    assert kind == "stream" or len(loader) == 7
+
+
+def another_loader_goes_on(accelerator: Accelerator, kind: str) -> None:
+    """Where one was, under the same strategy and under another."""
+    loader = prepared(accelerator, kind)
+    epoch = iter(loader)
+    for _ in range(2):
+        next(epoch)
+    where = loader.position_state()
+    rest = of_all_parts(accelerator, [numbers(batch) for batch in epoch])
+    assert loader.position_state()["position"] == 0
+    other = prepared(accelerator, kind)
+    other.resume(where)
+    assert other.position_state()["position"] == 4
+    before = torch.get_rng_state()
+    assert of_all_parts(accelerator, [numbers(batch) for batch in other]) == rest, kind
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(list(other)) == 7
+    alone = prepared(accelerator, kind)
+    use("tp")
+    alone.resume(where)
+    alike = {x for batch in alone for x in numbers(batch)}
+    assert len(alike) == 18
+    assert alike <= {*flat(rest)}  # and two that fill it up
+
+
+@on_ranks(2)
+def test_live_loops_go_on_at_the_next_sample() -> None:
+    """ddp, tp, ddp in one epoch: with workers, shuffled, with own samplers, streams."""
     accelerator = Accelerator()
-    kinds = {
-        "plain": dict(dataset=Numbers()),
-        "shuffled": dict(dataset=Numbers(), shuffle=True),
-        "workers": dict(dataset=Numbers(), shuffle=True, num_workers=2),
-        "persistent": dict(dataset=Numbers(), num_workers=1, persistent_workers=True),
-        "sampler": dict(dataset=Numbers(), sampler=Own()),
-        "stream": dict(dataset=Stream()),
-    }
+    kinds = ("plain", "shuffled", "workers", "persistent", "sampler", "stream")
+    for kind in kinds:
+        goes_on_over_a_switch(accelerator, kind)
+    one_order_for_all_ranks(accelerator)
+    for kind in (*kinds, "own stream"):
+        another_loader_goes_on(accelerator, kind)
 
-    def everyone(rows):
-        "What all parts of the data gave, in the order of the samples, one list per step."
-        every = [None] * n
-        dist.all_gather_object(every, (accelerator.process_index, rows))
-        return [row for _, row in sorted(every)]
 
-    def numbers(batch):
-        return batch.flatten().tolist()
+def one_order_for_all_ranks(accelerator: Accelerator) -> None:
+    """And another one in the next epoch."""
 
-    def order_of(loader):
-        use("ddp")
-        return [sum(step, []) for step in zip(*everyone([numbers(b) for b in loader]))]
+    def order_of(loader: Any) -> list[int]:
+        return flat(of_all_parts(accelerator, [numbers(batch) for batch in loader]))
 
-    outcomes = {}
-    for kind, arguments in kinds.items():
-        use("ddp")
-        torch.manual_seed(rank)  # ranks' own seeds do not matter
-        loader = accelerator.prepare(DataLoader(batch_size=2, **arguments))
-        same = id(loader)
-        epoch = iter(loader)
-        rows = [numbers(next(epoch)) for _ in range(2)]
-        before = torch.get_rng_state()
-        use("tp")
-        tp = [numbers(next(epoch)) for _ in range(3)]
-        use("ddp")
-        later = [numbers(batch) for batch in epoch]
-        drawn = torch.equal(before, torch.get_rng_state())
-        first, second, third = everyone(rows), everyone(tp), everyone(later)
-        samples = [x for step in zip(*first) for part in step for x in part]
-        samples += [x for part in second[0] for x in part]
-        samples += [x for step in zip(*third) for part in step for x in part]
-        outcomes[kind] = dict(
-            seen=samples, alike=all(part == second[0] for part in second),
-            n_later=len(later), drawn=drawn, same=same == id(loader),
-            length=7 if kind == "stream" else len(loader), again=len(list(loader)))
-        del epoch
-    # One order for all ranks, and another one in the next epoch.
-    loader = accelerator.prepare(DataLoader(Numbers(), batch_size=2, shuffle=True))
+    loader = prepared(accelerator, "shuffled")
     epochs = [order_of(loader) for _ in range(2)]
-    flat = [[x for step in epoch for x in step] for epoch in epochs]
+    assert everyone(epochs) == [epochs] * n
+    for epoch in epochs:  # the last step is filled up with the first samples
+        assert sorted(epoch) == sorted([*range(26), *epoch[:2]])
+    assert epochs[0] != epochs[1]
     state = loader.epoch_state()
     ahead = order_of(loader)
     loader.set_epoch_state(state)
-    again = order_of(loader)
+    assert order_of(loader) == ahead
     skipped = accelerator.skip_first_batches(loader, 2)
-    n_skipped = len(skipped), len(list(skipped))
+    assert len(skipped) == len(list(skipped)) == 5
     leftover = iter(loader)
     next(leftover)
-    middle = loader.epoch_state()
     del leftover
-    references = len(accelerator.gradient_state.dataloader_references)
-    # Another loader goes on where one was, under the same strategy and under another.
-    resumed = {}
-    for kind, arguments in {**kinds, "own stream": dict(dataset=Stream())}.items():
+    assert len(accelerator.gradient_state.dataloader_references) == 1
+
+
+class Kept:
+    """A loader's place, as a comparison keeps it, and as a save does."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.random_numbers = loader, generators()
+        self.where = loader.position_state()
+        self._puts = [generators().put_back, loader.keep_position(), *keep_loops()]
+
+    def put_back(self) -> None:
+        for put in self._puts:
+            put()
+
+    def load(self) -> None:
+        self.random_numbers.put_back()
+        self.loader.resume(self.where)
+
+
+def drawn(loop: Iterator[torch.Tensor], count: int = 2) -> list[list[int]]:
+    return [numbers(batch) for batch in itertools.islice(loop, count)]
+
+
+def left_early(loader: Any) -> list[list[int]]:
+    return drawn(iter(loader))
+
+
+def twice(loader: Any) -> tuple[list[list[int]], list[list[int]]]:
+    return left_early(loader), left_early(loader)
+
+
+def others_of(kind: str) -> list[str]:
+    """Ranks that share a copy draw noise of their own; a stream of each rank's own ends there."""
+    return ["fsdp"] if kind in ("noisy", "own stream") else ["tp", "fsdp"]
+
+
+def a_loop_that_was_left_is_over(kind: str, loader: Any) -> None:
+    left_early(loader)
+    kept = Kept(loader)
+    assert kept.where["position"] == 0
+    early = twice(loader)
+    for name in others_of(kind):
+        kept.put_back()
+        use(name)
+        left_early(loader)
         use("ddp")
-        accelerator.dataloader_config.dispatch_batches = False if kind == "own stream" else None
-        def fresh():
-            return accelerator.prepare(DataLoader(batch_size=2, **arguments))
-        loader = fresh()
-        epoch = iter(loader)
-        for _ in range(2):
-            next(epoch)
-        where = loader.position_state()
-        rest = everyone([numbers(batch) for batch in epoch])
-        at_end = loader.position_state()["position"]
-        other = fresh()
-        other.resume(where)
-        resume_at = other.position_state()["position"]
-        before = torch.get_rng_state()
-        got = everyone([numbers(batch) for batch in other])
-        drawn = torch.equal(before, torch.get_rng_state())
-        length = len(list(other))
-        use("tp")
-        alone = fresh()
-        alone.resume(where)
-        alike = {x for batch in alone for x in numbers(batch)}
-        whole = {x for part in rest for step in part for x in step}  # and two that fill it up
-        resumed[kind] = dict(
-            same=got == rest, kept=resume_at, at_end=at_end, length=length, drawn=drawn,
-            alike=len(alike) == 18 and alike <= whole)
-    accelerator.dataloader_config.dispatch_batches = None
-    done(resumed=resumed, found=outcomes, epochs=flat, replay=ahead == again, n_skipped=n_skipped,
-         references=references, mid=middle["iteration"])
-"""
+    for back in (kept.put_back, kept.load):
+        back()
+        assert twice(loader) == early, kind
+    if kind in ("shuffled", "workers", "generator", "dispatched"):  # a new epoch each time
+        assert early[0] != early[1]
 
 
-PLACES = (
-    LOADERS[: LOADERS.index("    outcomes = {}")]
-    + """
-    from itertools import islice
-    from torch.utils.data import RandomSampler
-    from nbdist.parallel.accelerator.loader_state import keep_loops
-    from nbdist.parallel.training_state import generators
-
-    class Noisy(Numbers):
-        def __getitem__(self, index):
-            return index + torch.rand(1)
-
-    order = torch.Generator().manual_seed(5)
-    kinds |= {
-        "own stream": dict(dataset=Stream()), "noisy": dict(dataset=Noisy(), shuffle=True),
-        "generator": dict(dataset=Numbers(), shuffle=True, generator=order),
-        "replacement": dict(dataset=Numbers(), sampler=RandomSampler(Numbers(), replacement=True)),
-        "dispatched": dict(dataset=Numbers(), shuffle=True),
-    }
-    dispatched = {"own stream": False, "dispatched": True}
-    found = {}
-    for kind in os.environ["KINDS"].split(", "):
-        arguments = kinds[kind]
-        use("ddp")
-        torch.manual_seed(rank)
-        accelerator.dataloader_config.dispatch_batches = dispatched.get(kind)
-        loader = accelerator.prepare(DataLoader(batch_size=2, **arguments))
-        def drawn(loop, count=2):
-            return [numbers(batch) for batch in islice(loop, count)]
-        def left_early():
-            return drawn(iter(loader))
-        def twice(draw):
-            return draw(), draw()
-        def keep():
-            "As a comparison does; and as a load puts back what a save has kept."
-            puts = [generators().put_back, loader.keep_position(), *keep_loops()]
-            return (lambda: [put() for put in puts]), generators(), loader.position_state()
-        def load():
-            random_numbers.put_back()
-            loader.resume(where)
-        # Ranks that share a copy draw noise of their own; a stream of each rank's own ends there.
-        others = ["fsdp"] if kind in ("noisy", "own stream") else ["tp", "fsdp"]
-        left_early()
-        put_back, random_numbers, where = keep()
-        found[kind] = outcome = dict(used_early=where["position"], early=[twice(left_early)])
-        for name in others:
-            put_back()
-            use(name)
-            left_early()
-            use("ddp")
-        for back in put_back, load:
-            back()
-            outcome["early"].append(twice(left_early))
-        held = iter(loader)
-        drawn(held)
-        put_back, random_numbers, where = keep()
-        outcome |= dict(used=where["position"], held=[drawn(held)])
-        for name in others:
-            put_back()
-            use(name)
-            drawn(held, 3)
-            use("ddp")
-        for count in 2, 9, 2:
-            put_back()
-            outcome["held"].append(drawn(held, count)[:2])
-        if kind != "noisy":  # the batch that was read ahead draws its noise again
-            load()
-            outcome["held"].append(drawn(held))
-        outcome["both"] = []
-        for back in (put_back, load)[: 1 if kind == "noisy" else 2]:
-            back()
-            outcome["both"].append((left_early(), drawn(held, 3), left_early()))
-        put_back()
-        drawn(held, 9)
-        outcome["next"] = [left_early()]
-        put_back()
+def goes_on_beside_others(kind: str, loader: Any, held: Iterator[torch.Tensor], kept: Kept) -> None:
+    both = []
+    for back in (kept.put_back, kept.load)[: 1 + (kind != "noisy")]:
+        back()
+        both.append((left_early(loader), drawn(held, 3), left_early(loader)))
+    assert both[0] == both[-1], kind
+    kept.put_back()
+    drawn(held, 9)
+    following = left_early(loader)
+    kept.put_back()
+    drawn(held, 1)
+    for name in others_of(kind):
+        use(name)
         drawn(held, 1)
-        for name in others:
-            use(name)
-            drawn(held, 1)
+    use("ddp")
+    drawn(held, 9)
+    assert left_early(loader) == following, kind
+
+
+def a_loop_that_is_held_is_not(kind: str, loader: Any) -> None:
+    held = iter(loader)
+    drawn(held)
+    kept = Kept(loader)
+    assert kept.where["position"] == 4
+    wanted = drawn(held)
+    for name in others_of(kind):
+        kept.put_back()
+        use(name)
+        drawn(held, 3)
         use("ddp")
-        drawn(held, 9)
-        outcome["next"].append(left_early())
-        if kind != "noisy":
-            del held, back, put_back
-            load()
-            outcome["held"].append(drawn(iter(loader)))
-    done(found=found)
-"""
-)
+    for count in 2, 9, 2:
+        kept.put_back()
+        assert drawn(held, count)[:2] == wanted, kind
+    loads = kind != "noisy"  # the batch that was read ahead draws its noise again
+    if loads:
+        kept.load()
+        assert drawn(held) == wanted, kind
+    goes_on_beside_others(kind, loader, held, kept)
+    if loads:
+        where, random_numbers = kept.where, kept.random_numbers
+        del held, kept
+        random_numbers.put_back()
+        loader.resume(where)
+        assert drawn(iter(loader)) == wanted, kind
 
 
 @pytest.mark.parametrize(
@@ -338,46 +382,15 @@ PLACES = (
         ),
     ],
 )
-def test_loops_are_put_back_where_they_were(tmp_path: Path, kinds: str) -> None:
+@on_ranks(2)
+def test_loops_are_put_back_where_they_were(kinds: str) -> None:
     """By a comparison and by a load: a loop that was left early is over, one that is held is not.
 
     With workers, own samplers, generators, noise and streams; and under other strategies between.
     """
-    for result in run_ranks(tmp_path, 2, PLACES, KINDS=kinds):
-        for kind, outcome in result["found"].items():
-            assert (outcome["used_early"], outcome["used"]) == (0, 4), kind
-            assert outcome["early"] == [outcome["early"][0]] * 3, (kind, outcome)
-            n_held = 4 if kind == "noisy" else 6
-            assert outcome["held"] == [outcome["held"][0]] * n_held, (kind, outcome)
-            assert outcome["next"][0] == outcome["next"][1], (kind, outcome)
-            assert outcome["both"][0] == outcome["both"][-1], (kind, outcome)
-        new_epochs = {"shuffled", "workers", "generator", "dispatched"}  # each time
-        for kind in new_epochs & result["found"].keys():
-            first, second = result["found"][kind]["early"][0]
-            assert first != second
-
-
-def test_live_loops_go_on_at_the_next_sample(tmp_path: Path) -> None:
-    """ddp, tp, ddp in one epoch: with workers, shuffled, with own samplers, streams."""
-    results = run_ranks(tmp_path, 2, LOADERS)
-
-    for result in results:
-        for kind, outcome in result["found"].items():
-            assert sorted(outcome["seen"]) == list(range(26)), (kind, outcome)
-            assert outcome["alike"], kind
-            assert outcome["drawn"], kind
-            assert outcome["same"], kind
-            # 26 samples: 2 steps of 4, 3 of 2, and 3 of 4.
-            assert outcome["n_later"] == 3, (kind, outcome)
-            assert outcome["length"] == outcome["again"] == 7, kind
-        for kind, outcome in result["resumed"].items():
-            assert outcome == {
-                "same": True, "kept": 4, "at_end": 0, "length": 7, "drawn": True, "alike": True,
-            }, kind  # fmt: skip
-        for epoch in result["epochs"]:  # the last step is filled up with the first samples
-            assert sorted(epoch) == sorted([*range(26), *epoch[:2]])
-        assert result["epochs"][0] != result["epochs"][1]
-        assert result["replay"]
-        assert result["n_skipped"] == [5, 5]
-        assert result["references"] == 1
-    assert results[0]["epochs"] == results[1]["epochs"]
+    accelerator = Accelerator()
+    for kind in kinds.split(", "):
+        torch.manual_seed(rank)
+        loader = prepared(accelerator, kind)
+        a_loop_that_was_left_is_over(kind, loader)
+        a_loop_that_is_held_is_not(kind, loader)

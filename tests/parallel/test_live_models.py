@@ -2,119 +2,101 @@
 
 import gc
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
-from nbdist.hang.rank import reset_models
+from nbdist.hang.rank import process_groups, reset_models
 from nbdist.parallel import live_models
 from nbdist.parallel.reshard import sync_model
 from nbdist.planner.rank import describe_model
 from nbdist.rpc.rank import namespace
-from tests.support.torch_ranks import TorchRanks, run_ranks
+from tests.programs.rank import everyone, is_new, rank, refusal, say, total, wait_for
+from tests.support.torch_ranks import TorchRanks, on_ranks, run_ranks
 
-COMMON = """
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    calls = []
-    def hook(group, bucket):
-        calls.append(1)
-        return allreduce_hook(group, bucket)
-    def net():
-        return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5),
-                                   torch.nn.Linear(5, 3))
-    def step(m, o, s=None):
-        loss = m(torch.ones(4, 6) * (rank + 1) + torch.arange(4.0)[:, None]).pow(2).mean()
-        o.zero_grad()
-        loss.backward()
-        o.step()
-        if s:
-            s.step()
-        return loss.item()
-    def state(o):
-        return [{k: v.tolist() if torch.is_tensor(v) else v for k, v in o.state[p].items()}
-                for g in o.param_groups for p in g["params"]]
-"""
+# The names of a user, as a notebook has them.
+user: Any = sys.modules["__main__"]
+calls = []
 
-SYNC = (
-    COMMON
-    + """
-    torch.manual_seed(3)
-    model = DDP(net(), bucket_cap_mb=7, find_unused_parameters=True)
-    model.register_comm_hook(dist.group.WORLD, hook)
-    opt = torch.optim.AdamW([{"params": model.module[0].parameters(), "lr": 0.02},
-                             {"params": model.module[1:].parameters()}], 0.01)
-    plan = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
-    holder = [model, opt]
-    for _ in range(3):
-        step(model, opt, plan)
-    ids = [id(p) for p in model.parameters()]
-    # Rank 1 alone goes on: by hand, without its peers.
-    if rank == 1:
-        for p in model.parameters():
-            p.data.add_(0.5)
-        for slot in opt.state.values():
-            slot["exp_avg"].mul_(2)
-            slot["step"].add_(1)
-        opt.param_groups[0]["lr"] = 9.0
-        plan.last_epoch = 40
-        model.module[1].running_mean.add_(1)
-    apart, moments = reset_models.checksums()["model"], state(opt)
-    names = sync.sync_model(int(os.environ["SOURCE"]))
-    equal, after = reset_models.checksums()["model"], state(opt)
-    rate = [g["lr"] for g in opt.param_groups]
-    same = ids == [id(p) for p in model.parameters()]
-    losses = [step(model, opt, plan) for _ in range(2)]
-    ended = reset_models.checksums()["model"].split("/")[0]
-    done(apart=apart, equal=equal, own=moments, after=after, names=names, rate=rate, same=same,
-         epoch=plan.last_epoch, losses=losses, ended=ended)
-"""
-)
+
+def hook(group, bucket):
+    calls.append(1)
+    return allreduce_hook(group, bucket)
+
+
+def net():
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3)
+    )
+
+
+def step(m, o, s=None):
+    loss = m(torch.ones(4, 6) * (rank + 1) + torch.arange(4.0)[:, None]).pow(2).mean()
+    o.zero_grad()
+    loss.backward()
+    o.step()
+    if s:
+        s.step()
+    return loss.item()
+
+
+def state(o):
+    return [
+        {k: v.tolist() if torch.is_tensor(v) else v for k, v in o.state[p].items()}
+        for g in o.param_groups
+        for p in g["params"]
+    ]
 
 
 @pytest.mark.parametrize("source", [0, 1])
-def test_values_optimizer_and_scheduler_of_one_rank_are_everyones(
-    tmp_path: Path, source: int
-) -> None:
+@on_ranks(2)
+def test_values_optimizer_and_scheduler_of_one_rank_are_everyones(source: int) -> None:
     """Bits are equal afterwards, the source's are untouched, and training goes on in step."""
-    results = run_ranks(tmp_path, 2, SYNC, SOURCE=str(source))
+    torch.manual_seed(3)
+    model = DistributedDataParallel(net(), bucket_cap_mb=7, find_unused_parameters=True)
+    model.register_comm_hook(dist.group.WORLD, hook)
+    first = {"params": model.module[0].parameters(), "lr": 0.02}
+    opt = torch.optim.AdamW([first, {"params": model.module[1:].parameters()}], 0.01)
+    plan = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    user.model, user.opt, user.plan = model, opt, plan
+    for _ in range(3):
+        step(model, opt, plan)
+    ids = [id(p) for p in model.parameters()]
+    if rank == 1:
+        goes_on_by_hand(model, opt, plan)
+    apart, moments = everyone(reset_models.checksums()["model"]), everyone(state(opt))
+    assert apart[0] != apart[1]
+    assert list(sync_model.sync_model(source)) == ["model"]
+    assert reset_models.checksums()["model"] == apart[source]
+    assert state(opt) == moments[source]
+    assert [g["lr"] for g in opt.param_groups] == [9.0 if source else 0.01, 0.005]
+    assert ids == [id(p) for p in model.parameters()]
+    for _ in range(2):
+        step(model, opt, plan)
+    assert plan.last_epoch == (40 if source else 3) + 2
+    assert len({*everyone(reset_models.checksums()["model"].split("/")[0])}) == 1
 
-    theirs = results[source]
-    assert results[0]["apart"] != results[1]["apart"]
-    assert [result["equal"] for result in results] == [theirs["apart"]] * 2
-    assert [result["after"] for result in results] == [theirs["own"]] * 2
-    assert [result["rate"] for result in results] == [[9.0 if source else 0.01, 0.005]] * 2
-    assert [result["epoch"] for result in results] == [(40 if source else 3) + 2] * 2
-    assert [result["names"] for result in results] == [["model"]] * 2
-    assert all(result["same"] for result in results)
-    assert results[0]["ended"] == results[1]["ended"]
 
-
-REFUSED = (
-    COMMON
-    + """
-    kind = os.environ["KIND"]
-    if kind == "none":
-        pass
-    elif kind == "sharded":
-        model = fully_shard(net())
-    else:
-        live_models.catching_up(True)
-        name = "other" if rank == 1 and kind == "name" else "model"
-        globals()[name] = DDP(net() if rank == 0 or kind != "shape" else torch.nn.Linear(6, 3))
-        if rank == 0 or kind != "optimizer":
-            opt = torch.optim.SGD(globals()[name].parameters(), 0.1)
-    before, text = reset_models.checksums(), ""
-    try:
-        sync.sync_model(0)
-    except NbdistError as error:
-        text = str(error)
-    done(text=text, same=before == reset_models.checksums(), total=total())
-"""
-)
+def goes_on_by_hand(model, opt, plan):
+    """This rank alone, without its peers."""
+    for p in model.parameters():
+        p.data.add_(0.5)
+    for slot in opt.state.values():
+        slot["exp_avg"].mul_(2)
+        slot["step"].add_(1)
+    opt.param_groups[0]["lr"] = 9.0
+    plan.last_epoch = 40
+    model.module[1].running_mean.add_(1)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +109,22 @@ REFUSED = (
         ("optimizer", "rank 1: model: optimizer opt is missing, not SGD of 6 parameters"),
     ],
 )
-def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path, kind: str, says: str) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_named_on_every_rank(kind: str, says: str) -> None:
     """The same error everywhere, nothing changed, and the group still works."""
-    results = run_ranks(tmp_path, 2, REFUSED, KIND=kind)
-
-    for result in results:
-        assert says in result["text"]
-        assert result["same"]
-        assert result["total"] == 3.0
+    if kind == "sharded":
+        user.model = fully_shard(net())
+    elif kind != "none":
+        live_models.catching_up(True)
+        name = "other" if rank == 1 and kind == "name" else "model"
+        odd = rank == 1 and kind == "shape"
+        vars(user)[name] = DistributedDataParallel(torch.nn.Linear(6, 3) if odd else net())
+        if rank == 0 or kind != "optimizer":
+            user.opt = torch.optim.SGD(vars(user)[name].parameters(), 0.1)
+    before = reset_models.checksums()
+    assert says in refusal(lambda: sync_model.sync_model(0))
+    assert before == reset_models.checksums()
+    assert total() == 3.0
 
 
 def test_a_leftover_that_no_variable_holds_is_left_out() -> None:
@@ -151,6 +141,71 @@ def test_a_leftover_that_no_variable_holds_is_left_out() -> None:
         sync_model._refuse([ours, lacking], 0)
     with pytest.raises(NbdistError, match="rank 0: no DDP model named Linear"):
         sync_model._refuse([theirs, lacking], 1)
+
+
+@on_ranks(1)
+def test_a_model_that_a_cell_has_replaced_is_not_found() -> None:
+    """What nobody holds any more is not compared with what another rank's Python still has."""
+    gc.disable()  # Python lets go when it likes, on each rank at another time
+    first = DistributedDataParallel(net())
+    first.register_forward_pre_hook(lambda *_, in_circle=first: None)  # in a circle
+    user.model = DistributedDataParallel(net())
+    del first
+    assert [model.name for model in live_models.find()] == ["model"]
+
+
+def replaced(dies: bool, static: bool) -> dict[str, Any]:
+    """Trains; where rank 1 dies, with one in its place that has built its model by itself."""
+    torch.manual_seed(7 + is_new)
+    live_models.catching_up(is_new)
+    user.model = model = DistributedDataParallel(net(), static_graph=static)
+    model.register_comm_hook(dist.group.WORLD, hook)
+    user.opt = opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(0 if is_new else 3):
+        step(model, opt)
+    if dies and not is_new:
+        say("made", pickle.dumps((this_rank().topology, process_groups.created_groups())))
+        wait_for("dead", [1])
+        process_groups.recover(1)
+        assert user.model is model
+    if dies:
+        sync_model.sync_model(0)
+    calls.clear()
+    late = [step(model, opt) for _ in range(4)]
+    assert len(calls) >= 4 or not dies
+    return {"late": late, "sum": reset_models.checksums()["model"].split("/")[0]}
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_replaced_rank_trains_on_as_if_none_had_died(tmp_path: Path, static: bool) -> None:
+    """Its model is built alone, takes the others' values, and losses equal a run without death."""
+    given = {"dies": False, "static": static}
+    calm = run_ranks(tmp_path / "calm", 2, replaced, arguments=given)
+    given["dies"] = True
+    with TorchRanks(tmp_path / "died", 2, replaced, arguments=given) as ranks:
+        plan, groups = pickle.loads(ranks.wait_for("made", 0))
+        ranks.wait_for("made", 1)
+        ranks.kill(1)
+        (tmp_path / "died" / "dead.1").touch()
+        ranks.replace(1, 1, plan, groups)
+        died = ranks.results()
+
+    assert [result["late"] for result in died] == [result["late"] for result in calm]
+    assert len({result["sum"] for result in (*died, *calm)}) == 1
+
+
+@on_ranks(2)
+def test_gradients_are_cleared_and_counted() -> None:
+    """Six parameters of one model, by the name that the user gave it; the next step works."""
+    torch.manual_seed(0)
+    user.model = model = DistributedDataParallel(net())
+    user.opt = torch.optim.SGD(model.parameters(), 0.1)
+    step(model, user.opt)
+    model(torch.ones(4, 6))  # a forward without a backward
+    back = process_groups.recover(1)
+    assert back.gradients == {"model": 6}
+    assert all(p.grad is None for p in model.parameters())
+    step(model, user.opt)
 
 
 class _Raises:
@@ -205,100 +260,6 @@ def test_odd_objects_in_variables_run_no_code_of_theirs(monkeypatch: pytest.Monk
     assert live_models.names([user["half"]]) == {id(user["half"]): "half"}
     assert describe_model.optimizer_of(model, None) is optimizer
     assert list(namespace.values_of(torch.optim.Optimizer)) == ["optimizer"]
-
-
-FORGOTTEN = (
-    COMMON
-    + """
-    import gc
-    gc.disable()  # Python lets go when it likes, on each rank at another time
-    first = DDP(net())
-    first.register_forward_pre_hook(lambda *_, in_circle=first: None)  # in a circle
-    model = DDP(net())
-    del first
-    model_names = [model.name for model in live_models.find()]
-    done(found=model_names)
-"""
-)
-
-
-def test_a_model_that_a_cell_has_replaced_is_not_found(tmp_path: Path) -> None:
-    """What nobody holds any more is not compared with what another rank's Python still has."""
-    result = run_ranks(tmp_path, 1, FORGOTTEN)[0]
-
-    assert result["found"] == ["model"]
-
-
-REPLACED = (
-    COMMON
-    + """
-    import pickle
-    def build():
-        torch.manual_seed(7 + is_new)
-        m = DDP(net(), static_graph=os.environ["STATIC"] == "1")
-        m.register_comm_hook(dist.group.WORLD, hook)
-        return m, torch.optim.AdamW(m.parameters(), 1e-2)
-    if is_new:
-        live_models.catching_up(True)
-        model, opt = build()
-    else:
-        model, opt = build()
-        keep = model
-        early = [step(model, opt) for _ in range(3)]
-        if os.environ["DIES"] == "1":
-            say("made", pickle.dumps((this_rank().topology, process_groups.created_groups())))
-            wait_for("dead", [1])
-            back = process_groups.recover(1)
-            assert model is keep
-    if os.environ["DIES"] == "1":
-        sync.sync_model(0)
-    calls.clear()
-    late = [step(model, opt) for _ in range(4)]
-    done(late=late, calls=len(calls), sum=reset_models.checksums()["model"].split("/")[0])
-"""
-)
-
-
-@pytest.mark.parametrize("static", ["0", "1"])
-def test_a_replaced_rank_trains_on_as_if_none_had_died(tmp_path: Path, static: str) -> None:
-    """Its model is built alone, takes the others' values, and losses equal a run without death."""
-    folder = tmp_path
-    calm = run_ranks(folder / "calm", 2, REPLACED, DIES="0", STATIC=static)
-    with TorchRanks(folder / "died", 2, REPLACED, DIES="1", STATIC=static) as ranks:
-        plan, groups = pickle.loads(ranks.wait_for("made", 0))
-        ranks.wait_for("made", 1)
-        ranks.kill(1)
-        (folder / "died" / "dead.1").touch()
-        ranks.replace(1, 1, plan, groups)
-        died = ranks.results()
-
-    assert [result["late"] for result in died] == [result["late"] for result in calm]
-    assert all(result["calls"] >= 4 for result in died)
-    assert len({result["sum"] for result in (*died, *calm)}) == 1
-
-
-HALF = (
-    COMMON
-    + """
-    torch.manual_seed(0)
-    model = DDP(net())
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    step(model, opt)
-    model(torch.ones(4, 6))  # a forward without a backward
-    back = process_groups.recover(1)
-    cleared = [p.grad is None for p in model.parameters()]
-    done(gradients=back.gradients, cleared=cleared, loss=step(model, opt))
-"""
-)
-
-
-def test_gradients_are_cleared_and_counted(tmp_path: Path) -> None:
-    """Six parameters of one model, by the name that the user gave it; the next step works."""
-    results = run_ranks(tmp_path, 2, HALF)
-
-    for result in results:
-        assert result["gradients"] == {"model": 6}
-        assert result["cleared"] == [True] * 6
 
 
 class TestNames:

@@ -1,6 +1,8 @@
-"""A small language model and its data, for texts of TorchRanks; whether DeepSpeed is there."""
+"""What texts of `TorchRanks` begin with that train or save the models of tests.programs."""
 
 import importlib.util
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -9,130 +11,6 @@ needs_deepspeed = pytest.mark.skipif(
     not HAS_DEEPSPEED, reason="deepspeed is not installed (the extra `deepspeed`)"
 )
 
-# A small language model with a list of blocks, and its data.
-MODEL = """
-    import gc, traceback, weakref
-    import torch.nn.functional as F
-    from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
-    from nbdist.strategy.choose import choose
-    from nbdist.parallel.accelerator.accelerator import Accelerator
-    from nbdist.parallel import registry
-
-    class Attention(nn.Module):
-        def __init__(self, width, n_heads):
-            super().__init__()
-            self.head_dim = width // n_heads
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
-            self.o_proj = nn.Linear(width, width)
-        def forward(self, x):
-            q, k, v = (
-                p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                for p in (self.q_proj, self.k_proj, self.v_proj))
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-    class Perceptron(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.up_proj, self.down_proj = nn.Linear(width, 32), nn.Linear(32, width)
-        def forward(self, x):
-            return self.down_proj(torch.tanh(self.up_proj(x)))
-
-    class Block(nn.Module):
-        def __init__(self, width, n_heads):
-            super().__init__()
-            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.attention, self.mlp = Attention(width, n_heads), Perceptron(width)
-        def forward(self, h):
-            h = h + self.attention(self.norm1(h))
-            return h + self.mlp(self.norm2(h))
-
-    class Net(nn.Module):
-        def __init__(self, width=16, n_blocks=int(os.environ.get("BLOCKS", 4)), n_heads=4):
-            super().__init__()
-            self.embed = nn.Embedding(24, width)
-            self.blocks = nn.ModuleList(Block(width, n_heads) for _ in range(n_blocks))
-            self.norm = nn.Identity()
-            self.head = nn.Linear(width, 24)
-        def forward(self, tokens, labels=None):
-            h = self.embed(tokens)
-            for block in self.blocks:
-                h = block(h)
-            logits = self.head(self.norm(h))
-            if labels is None:
-                return logits
-            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-    STEPS, BATCH = 6, 8
-    draw = torch.Generator().manual_seed(3)
-    tokens = torch.randint(24, (STEPS * BATCH, 8), generator=draw)
-    labels = (tokens * 5 + 1) % 24
-    data = TensorDataset(tokens, labels)
-
-    def use(name, **options):
-        registry.set_choice(choose(name, options, n))
-
-    def groups(net):
-        flat = [p for p in net.parameters() if p.ndim < 2]
-        wide = [p for p in net.parameters() if p.ndim > 1]
-        return [{"params": wide}, {"params": flat, "lr": 3e-3}]
-
-    def make(seed, kind=Net):
-        torch.manual_seed(seed)
-        net = kind()
-        optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)
-        return net, optimizer, scheduler
-
-    def tried(function, *args):
-        "What it returns, or the traceback."
-        try:
-            return function(*args)
-        except BaseException:
-            return traceback.format_exc()
-"""
-
-# What is saved of a training, and loaded: tied weights, a buffer that is not saved, an object of
-# the user's own. Comes after MODEL.
-SAVED = """
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
-
-    class Counter:
-        def __init__(self):
-            self.n = 0
-        def state_dict(self):
-            return {"n": self.n}
-        def load_state_dict(self, state):
-            self.n = state["n"]
-
-    class Tied(Net):
-        "The head is the embedding, and a buffer is not saved."
-        def __init__(self):
-            super().__init__()
-            self.head.weight = self.embed.weight
-            self.register_buffer("scale", torch.ones(2) * 3)
-            self.register_buffer("spare", torch.ones(2), persistent=False)
-
-    def made(seed, kind):
-        net, optimizer, scheduler = make(seed, kind)
-        generator = torch.Generator().manual_seed(seed)
-        loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator)
-        counter = Counter()
-        accelerator.register_for_checkpointing(counter)
-        return (*accelerator.prepare(net, optimizer, scheduler, loader), counter)
-
-    def run(parts, batches):
-        model, optimizer, scheduler, _, counter = parts
-        losses = []
-        for x, y in batches:
-            loss = model(x, labels=y)
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            counter.n += 1
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
-        return losses
-"""
+_PROGRAMS = Path(__file__).parents[1] / "programs"
+MODEL = textwrap.indent((_PROGRAMS / "training.py").read_text(), "    ")
+SAVED = textwrap.indent((_PROGRAMS / "saving.py").read_text(), "    ")
