@@ -27,7 +27,7 @@ from nbdist.parallel.accelerator.accelerator import Accelerator, LazyAccelerator
 from nbdist.planner.rank.describe_model import optimizer_of
 from nbdist.strategy.choose import choose
 from nbdist.switch.rank.switch import switch
-from tests.programs.rank import everyone, n, rank, refusal
+from tests.programs.rank import everyone, n, rank, refusal, user
 from tests.programs.training import make, use
 from tests.support.torch_ranks import on_ranks, run_ranks
 from tests.support.training import needs_deepspeed
@@ -137,8 +137,8 @@ def test_the_lazy_one_leaves_the_users_settings() -> None:
     first = settings(mine)
     assert first[0] == every_4
     net = nn.Linear(1, 1)
-    sgd = torch.optim.SGD(net.parameters(), 0.1)
-    assert optimizer_of(net, None) is sgd
+    user.sgd = torch.optim.SGD(net.parameters(), 0.1)
+    assert optimizer_of(net, None) is user.sgd
     assert type(after).__name__ == "LazyAccelerator"
     assert steps(mine) == 2
     assert after.is_main_process == (rank == 0)

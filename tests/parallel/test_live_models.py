@@ -2,7 +2,6 @@
 
 import gc
 import pickle
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,11 +20,9 @@ from nbdist.parallel import live_models
 from nbdist.parallel.reshard import sync_model
 from nbdist.planner.rank import describe_model
 from nbdist.rpc.rank import namespace
-from tests.programs.rank import everyone, is_new, rank, refusal, say, total, wait_for
+from tests.programs.rank import everyone, is_new, rank, refusal, say, total, user, wait_for
 from tests.support.torch_ranks import TorchRanks, on_ranks, run_ranks
 
-# The names of a user, as a notebook has them.
-user: Any = sys.modules["__main__"]
 calls = []
 
 

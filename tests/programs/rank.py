@@ -38,6 +38,8 @@ from nbdist.parallel.reshard import sync_model as sync  # noqa: F401
 rank, n = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 run_dir = Path(os.environ.get("TEST_RUN_DIR", "."))
 is_new = "TEST_REJOIN" in os.environ
+# The user's names, as a notebook has them.
+user: Any = sys.modules["__main__"]
 WAIT_S = 40.0
 
 
