@@ -1,5 +1,6 @@
 """One kernel with two ranks for all tests that leave both as they found them."""
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import processes
 from tests.support.kernel import IMPORTED, Kernel
-from tests.support.scripts import Starter
+from tests.support.terminal import environment
 
 START_TIMEOUT_S = 120.0
 # Of two idle ranks and their notebook all that cells have made, then how many models are left.
@@ -26,24 +28,42 @@ def _clear():
     code = f'''
 import gc as _gc, sys as _sys
 [globals().pop(_name, None) for _name in {sorted(bound)}]
-get_ipython().displayhook.flush()
+_shell = get_ipython()
+_shell.last_execution_result = None
+_results = dict.fromkeys(('_', '__', '___'), '')
+_shell.push(_results, interactive=False)
+vars(_shell.displayhook).update(_results)
 _sys.last_value = _sys.last_traceback = _sys.last_exc = None
 accelerator.free_memory()
 _gc.collect()
 from nbdist.parallel import registry as _registry
+from nbdist.parallel.accelerator import loader_state as _loaders
+_loaders._last_batch = (), ''
 print(len(_registry.prepared()))'''
     return [result.text for result in session.run(code).ranks]
 _clear()
 """
 _CLEARED = ["['0\\n', '0\\n']"]
+# To draw takes half a second of each picture, which is for the tests that look at one.
+_UNDRAWN = """
+from matplotlib.figure import Figure as _Figure
+_draw, _Figure.savefig = _Figure.savefig, lambda _figure, file, **_given: file.write(b"no picture")
+"""
 
 
 @pytest.fixture(scope="session")
 def shared_folder() -> Iterator[Path]:
-    """The folder that the shared kernel runs in; short, so that messages do not wrap."""
+    """The folder that the shared kernel runs in, with its runs in `tmp`.
+
+    Short, so that messages do not wrap, and sockets fit.
+    """
     folder = Path(tempfile.mkdtemp(prefix="front-"))
+    (folder / "tmp").mkdir()
     yield folder
+    left = processes.open_run_dirs(folder / "tmp", "nbdist-*/*")
     shutil.rmtree(folder)
+
+    assert left == []
 
 
 class Shared(Kernel):
@@ -54,12 +74,14 @@ class Shared(Kernel):
 
 @pytest.fixture(scope="session")
 def _sessions_kernel(shared_folder: Path) -> Iterator[Shared]:
-    with Shared(cwd=shared_folder, env={"NBDIST_PRELOAD": "1"}) as shared:
+    env = {**environment(shared_folder), "NBDIST_PRELOAD": "1"}
+    with Shared(cwd=shared_folder, env=env) as shared:
         for code in ("%load_ext nbdist", IMPORTED):
             cell = shared.run(code, START_TIMEOUT_S)
 
             assert cell.status == "ok", cell.visible
         start_ranks(shared)
+        shared.run(_UNDRAWN)
         shared.run("_kept = {*get_ipython().user_ns}")
         yield shared
 
@@ -84,6 +106,14 @@ def kernel(_shared_kernel: Shared) -> Kernel:
 
 
 @pytest.fixture
+def drawn(kernel: Kernel) -> Iterator[None]:
+    """Pictures in the shared kernel are drawn, which are left out elsewhere."""
+    kernel.run("_undrawn, _Figure.savefig = _Figure.savefig, _draw")
+    yield
+    kernel.run("_Figure.savefig = _undrawn")
+
+
+@pytest.fixture
 def impatient(kernel: Kernel) -> Iterator[Kernel]:
     """The shared kernel; a certain deadlock is aborted after 0.5 s, not 5 s."""
     grace = kernel.run("import nbdist\nsession = nbdist.session()\nprint(session.grace_s)").text
@@ -105,18 +135,17 @@ def mortal(kernel: Kernel) -> Iterator[Kernel]:
 @pytest.fixture
 def without_ranks(_shared_kernel: Shared) -> Iterator[Kernel]:
     """The shared kernel without ranks; what a test starts in it is ended."""
-    for code in ("%dist_mode local", "%dist_shutdown"):
-        _shared_kernel.run(code)
-    _shared_kernel.has_ranks = False
-    yield _shared_kernel
-    _shared_kernel.run("%dist_shutdown")
+    with freed(_shared_kernel) as kernel:
+        yield kernel
 
 
 @pytest.fixture
-def fresh(without_ranks: Kernel) -> Kernel:
-    """The shared kernel with new ranks for one test alone."""
-    start_ranks(without_ranks)
-    return without_ranks
+def fresh(_shared_kernel: Shared) -> Iterator[Kernel]:
+    """The shared kernel with new ranks, which later tests have as well."""
+    reset(_shared_kernel)
+    _shared_kernel.has_ranks = True
+    yield _shared_kernel
+    clear(_shared_kernel)
 
 
 @pytest.fixture
@@ -126,12 +155,14 @@ def bare_kernel(tmp_path: Path) -> Iterator[Kernel]:
         yield kernel
 
 
-@pytest.fixture(scope="session")
-def starter() -> Iterator[Starter]:
-    """Starts scripts; one for all files, since it imports torch."""
-    starter = Starter()
-    yield starter
-    starter.stop()
+@contextlib.contextmanager
+def freed(shared: Shared) -> Iterator[Kernel]:
+    """The shared kernel without ranks; what is started in it is ended."""
+    for code in ("%dist_mode local", "%dist_shutdown"):
+        shared.run(code)
+    shared.has_ranks = False
+    yield shared
+    shared.run("%dist_shutdown")
 
 
 def start_ranks(kernel: Kernel, options: str = "-n 2") -> None:

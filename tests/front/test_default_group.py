@@ -9,7 +9,7 @@ from nbdist.cluster.kernel import rank_server
 from tests.front.conftest import clear
 from tests.support.kernel import Kernel
 from tests.support.ranks import until
-from tests.support.scripts import Starter
+from tests.support.scripts import lines_of
 from tests.support.terminal import nbdist
 
 # As published tutorials are written: the variables of torchrun, a group, a step, the group's end.
@@ -152,12 +152,12 @@ def _imported() -> None:
     ],
 )
 def test_a_tutorials_script_gives_what_torchrun_does(
-    kernel: Kernel, starter: Starter, script: Path, tmp_path: Path
+    kernel: Kernel, script: Path, tmp_path: Path
 ) -> None:
     """Unchanged, as a program of its own and pasted into a cell, its main guard included."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / script.name).write_text(script.read_text())
-    by_torch = starter.lines(tmp_path / script.name)
+    by_torch = lines_of(tmp_path / script.name)
     expected = {line for lines in by_torch for line in lines}
     done = nbdist("run", str(script), "-n", "2", folder=tmp_path)
     cell = kernel.run(f"%%distributed\n{script.read_text()}", 60)

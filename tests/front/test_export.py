@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,8 @@ from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.exporter.export import Magic
 from nbdist.exporter.script import RankCall
-from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel, run_python
-from tests.support.scripts import ABORTED, Starter, unlabelled
+from tests.support.scripts import ABORTED, lines_of, started, unlabelled
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 100.0
@@ -120,11 +119,20 @@ _BEGIN = ["%dist_strategy fsdp", _MODEL, _EPOCH, "%dist_save first"]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel of this module's own with two ranks."""
-    with Kernel(cwd=tmp_path_factory.mktemp("export")) as kernel:
-        start_ranks(kernel)
-        yield kernel
+def ranks(_shared_kernel: Kernel) -> Kernel:
+    """The shared kernel, for cells that run once for several tests."""
+    return _shared_kernel
+
+
+@pytest.fixture
+def notebook(kernel: Kernel) -> Kernel:
+    """The shared kernel as if no cell had run in it: with a history that begins here."""
+    begins = (
+        "shell = get_ipython()\nshell.history_manager.reset()\n"
+        "getattr(shell.history_manager, 'exceptions', {}).clear()\nshell.execution_count = 0"
+    )
+    assert kernel.run(begins).status == "ok"
+    return kernel
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +215,7 @@ def trained_through(kernel: Kernel, cells: Sequence[str]) -> list[list[float]]:
     "others", [["pp"], pytest.param(["tp", "pp", "zero1"], marks=pytest.mark.parity)]
 )
 def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
-    ranks: Kernel, starter: Starter, tmp_path: Path, others: list[str]
+    ranks: Kernel, tmp_path: Path, others: list[str]
 ) -> None:
     """With nbdist, without IPython: the notebook's losses through switches and a load.
 
@@ -218,7 +226,7 @@ def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
     cells = [*_BEGIN, *switches, "%dist_load first", _EPOCH]
     wanted = trained_through(ranks, cells)
     shown = exported(tmp_path, [*_START, *cells])
-    lines = starter.lines(tmp_path / "a.py", without="IPython")
+    lines = lines_of(tmp_path / "a.py", without="IPython")
 
     # tp and pp share no batches out
     epochs = [2 if name == "zero1" else 4 for name in (*others, others[-1])]
@@ -240,7 +248,7 @@ def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
     ranks.run(f"%dist_save {tmp_path}/here")
     [weights, _] = printed(ranks, [_WEIGHTS])
     exported(tmp_path, [*_START, _MODEL, _WEIGHTS, "%dist_save there"])
-    [alone] = starter.lines(tmp_path / "a.py", 1, "IPython", ("--resume", "here"))
+    [alone] = lines_of(tmp_path / "a.py", 1, "IPython", ("--resume", "here"))
     [loaded] = [line for line in alone if line.startswith("weights ")]
     assert float(loaded.split()[1]) == pytest.approx(float(weights[0].split()[1]))
     assert any("there saved at step" in line for line in alone)
@@ -253,15 +261,13 @@ def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
     "strategy",
     ["fsdp --bf16", "tp", "pp", "zero1", "single", "fsdp1", "ddp --accumulate 2 --fused"],
 )
-def test_a_script_begins_under_the_strategy(
-    ranks: Kernel, starter: Starter, tmp_path: Path, strategy: str
-) -> None:
+def test_a_script_begins_under_the_strategy(ranks: Kernel, tmp_path: Path, strategy: str) -> None:
     """What nbdist.join is given trains as the notebook does under it."""
     cells = [f"%dist_strategy {strategy}", _MODEL, _EPOCH]
     ranks.run("%%distributed\nmodel = optimizer = loader = None")  # fsdp1 takes no live model
     wanted = trained_through(ranks, cells)
     exported(tmp_path, [*_START, *cells])
-    lines = starter.lines(tmp_path / "a.py", without="IPython")
+    lines = lines_of(tmp_path / "a.py", without="IPython")
 
     assert len(set(wanted[0])) == len(wanted[0])
     for rank in (0, 1):
@@ -278,12 +284,12 @@ def logged(logs: Path) -> list[list[str]]:
 
 
 def test_a_script_prints_what_the_notebook_printed(
-    trained: list[list[str]], starter: Starter, tmp_path: Path
+    trained: list[list[str]], tmp_path: Path
 ) -> None:
     """Two ranks give the same losses and values as the notebook's, in the same order."""
     exported(tmp_path, [*_START, *_TRAINING])
 
-    assert starter.lines(tmp_path / "a.py") == trained
+    assert lines_of(tmp_path / "a.py") == trained
     assert len(trained[0]) == 4 + len(["reduced", "four", "t", "(four, world_size)"])
     assert trained[1][-1] == "11"
 
@@ -299,9 +305,7 @@ def test_torchrun_prints_what_the_notebook_printed(
 
 
 @pytest.mark.parity
-def test_precision_and_accumulation_are_the_strategys(
-    ranks: Kernel, starter: Starter, tmp_path: Path
-) -> None:
+def test_precision_and_accumulation_are_the_strategys(ranks: Kernel, tmp_path: Path) -> None:
     """ddp --bf16 --accumulate 2 gives the script's Accelerator arguments, and the same losses."""
     try:
         wanted = printed(ranks, _ACCUMULATED)
@@ -310,7 +314,7 @@ def test_precision_and_accumulation_are_the_strategys(
     exported(tmp_path, [*_START, *_ACCUMULATED])
 
     assert len(set(wanted[0])) == 4  # a step after every second backward
-    assert starter.lines(tmp_path / "a.py") == wanted
+    assert lines_of(tmp_path / "a.py") == wanted
 
 
 @pytest.mark.parity
@@ -352,30 +356,29 @@ def test_what_starts_the_script_is_written_with_it(ranks: Kernel, tmp_path: Path
     assert not (tmp_path / "a.py").exists()
 
 
-def test_a_strategy_that_stands_in_no_cell_is_told(ranks: Kernel, tmp_path: Path) -> None:
+def test_a_strategy_that_stands_in_no_cell_is_told(notebook: Kernel, tmp_path: Path) -> None:
     """One that was chosen on the panel, or from Python."""
-    ranks.run("%dist_strategy zero1\n%dist_strategy ddp")
-    ranks.run("import nbdist\nnbdist.session().strategy.switch('zero1')")
-    shown = ranks.run(f"%dist_export {tmp_path}/a.py --from history").plain[0]
-    ranks.run("%dist_strategy ddp")
-    equal = ranks.run(f"%dist_export {tmp_path}/b.py --from history").plain[0]
+    notebook.run("%%distributed\nx = 1")
+    notebook.run("%dist_strategy zero1\n%dist_strategy ddp")
+    notebook.run("import nbdist\nnbdist.session().strategy.switch('zero1')")
+    shown = notebook.run(f"%dist_export {tmp_path}/a.py --from history").plain[0]
+    notebook.run("%dist_strategy ddp")
+    equal = notebook.run(f"%dist_export {tmp_path}/b.py --from history").plain[0]
 
     assert "the ranks train under zero1, dp 2 now; the script ends under ddp, dp 2, as " in shown
     assert "the ranks train under" not in equal
 
 
-def test_without_a_launcher_it_is_one_rank(starter: Starter, tmp_path: Path) -> None:
+def test_without_a_launcher_it_is_one_rank(tmp_path: Path) -> None:
     """The script runs as the only rank, and its losses are one process's."""
     exported(tmp_path, [*_START, *_TRAINING])
-    [printed] = starter.lines(tmp_path / "a.py", ranks=1)
+    [printed] = lines_of(tmp_path / "a.py", ranks=1)
 
     assert len(losses(printed)) == 8  # 32 pieces in batches of 4
     assert printed[-3:] == ["4", "tensor([4.])", "(4, 1)"]
 
 
-def test_the_first_notebook_runs_as_a_script(
-    ranks: Kernel, starter: Starter, tmp_path: Path
-) -> None:
+def test_the_first_notebook_runs_as_a_script(ranks: Kernel, tmp_path: Path) -> None:
     """notebooks/01_first_steps, with a fiftieth of its text, trains to the same losses."""
     cells = json.loads((_ROOT / "notebooks" / "01_first_steps.ipynb").read_text())["cells"]
     codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -390,59 +393,60 @@ def test_the_first_notebook_runs_as_a_script(
 
     assert "9 of 12 code cells of a.ipynb" in shown.text
     assert "only a notebook needs: cells 1-2,12" in shown.text
-    assert [timeless(lines) for lines in starter.lines(tmp_path / "a.py")] == [
+    assert [timeless(lines) for lines in lines_of(tmp_path / "a.py")] == [
         timeless(lines) for lines in wanted
     ]
 
 
-def test_a_script_that_fails_says_where(starter: Starter, tmp_path: Path) -> None:
+def test_a_script_that_fails_says_where(tmp_path: Path) -> None:
     """An error is an ordinary one of the script, with the user's line."""
     exported(tmp_path, ["%%distributed\nx = 1\nx / 0"])
-    failed = starter.start(tmp_path / "a.py", ranks=1)
+    failed = started(tmp_path / "a.py", ranks=1)
 
     assert failed.codes == [1]
     assert re.search(r"show_result\(x / 0\)(.|\n)*ZeroDivisionError", failed.errors[0])
 
 
-def test_the_notebooks_own_file_is_taken(ranks: Kernel, tmp_path: Path) -> None:
+def test_the_notebooks_own_file_is_taken(notebook: Kernel, tmp_path: Path) -> None:
     """Where the front end says which file it is, cells come from there, and the rest is told."""
-    ranks.run("%%distributed\nsaved = 1")
-    notebook = write(tmp_path / "own.ipynb", ["%load_ext nbdist", "%%distributed\nsaved = 1"])
-    ranks.run(f"__vsc_ipynb_file__ = {str(notebook)!r}")
-    shown = ranks.run(f"%dist_export {tmp_path}/own.py").plain[0]
+    for code in ("%%distributed\nsaved = 0", "%%distributed\nsaved = 1"):
+        notebook.run(code)
+    saved = write(tmp_path / "own.ipynb", ["%load_ext nbdist", "%%distributed\nsaved = 1"])
+    notebook.run(f"__vsc_ipynb_file__ = {str(saved)!r}")
+    shown = notebook.run(f"%dist_export {tmp_path}/own.py").plain[0]
     other = write(tmp_path / "other.ipynb", ["%load_ext nbdist", "%%distributed\nnever_ran = 1"])
-    ranks.run(f"__vsc_ipynb_file__ = {str(other)!r}")
-    aside = ranks.run(f"%dist_export {tmp_path}/history.py").plain[0]
-    ranks.run("del __vsc_ipynb_file__")
+    notebook.run(f"__vsc_ipynb_file__ = {str(other)!r}")
+    aside = notebook.run(f"%dist_export {tmp_path}/history.py").plain[0]
+    notebook.run("del __vsc_ipynb_file__")
 
     lines = shown.splitlines()
     assert lines[0] == f"{tmp_path}/own.py: 1 of 2 code cells of own.ipynb"
-    assert lines[1] == f"read from {notebook} as last saved"
-    assert re.match(r"\d+ that ran here are not in the file: older versions, or not", lines[2])
+    assert lines[1] == f"read from {saved} as last saved"
+    assert lines[2].startswith("1 that ran here are not in the file: older versions, or not")
     assert lines[-1] == f"run it: torchrun --nproc-per-node 2 {tmp_path}/own.py"
     assert "\nsaved = 1\n" in (tmp_path / "own.py").read_text()
     assert f"{other} was ignored: none of its cells ran here" in aside
     assert "never_ran" not in (tmp_path / "history.py").read_text()
 
 
-def test_the_server_says_which_file_it_is(ranks: Kernel, tmp_path: Path) -> None:
+def test_the_server_says_which_file_it_is(notebook: Kernel, tmp_path: Path) -> None:
     """JPY_SESSION_NAME names the file."""
-    notebook = write(tmp_path / "own.ipynb", ["%load_ext nbdist", "%%distributed\nserved = 1"])
-    ranks.run("%%distributed\nserved = 1")
-    ranks.run(f"import os; os.environ['JPY_SESSION_NAME'] = {str(notebook)!r}")
-    exported = ranks.run(f"%dist_export {tmp_path}/own.py")
-    ranks.run("del os.environ['JPY_SESSION_NAME']")
+    saved = write(tmp_path / "own.ipynb", ["%load_ext nbdist", "%%distributed\nserved = 1"])
+    notebook.run("%%distributed\nserved = 1")
+    notebook.run(f"import os; os.environ['JPY_SESSION_NAME'] = {str(saved)!r}")
+    exported = notebook.run(f"%dist_export {tmp_path}/own.py")
+    notebook.run("del os.environ['JPY_SESSION_NAME']")
 
     begin = f"{tmp_path}/own.py: 1 of 2 code cells of own.ipynb\nread from "
     assert exported.plain[0].startswith(begin)
 
 
-def test_the_history_has_each_text_once(ranks: Kernel, tmp_path: Path) -> None:
+def test_the_history_has_each_text_once(notebook: Kernel, tmp_path: Path) -> None:
     """Cells that ran again stand where they ran first; those that only failed are left out."""
     for code in ("%%distributed\nonce = 1", "%%distributed\nmore = once", "%%distributed\nonce = 1",
                  "%%distributed\nonce / 0", "%%distributed\nonce = = 1"):  # fmt: skip
-        ranks.run(code)
-    shown = ranks.run(f"%dist_export {tmp_path}/a.py --from history").plain[0]
+        notebook.run(code)
+    shown = notebook.run(f"%dist_export {tmp_path}/a.py --from history").plain[0]
 
     script = (tmp_path / "a.py").read_text()
     assert script.count("\nonce = 1\n") == 1

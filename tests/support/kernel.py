@@ -49,8 +49,12 @@ class Kernel:
                 env=self._env,
                 stdout=self._log,
                 stderr=self._log,
-                # A history file shared by many kernels can be locked, which IPython prints.
-                extra_arguments=["--HistoryManager.hist_file=:memory:"],
+                # A history file shared by many kernels can be locked, which IPython prints; and
+                # Jedi reads sources for seconds, where all that is completed here is live.
+                extra_arguments=[
+                    "--HistoryManager.hist_file=:memory:",
+                    "--IPCompleter.use_jedi=False",
+                ],
             )
             self._connect()
         except BaseException:

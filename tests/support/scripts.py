@@ -1,5 +1,8 @@
 """Scripts of torch's own form, started as torchrun does, or as plain python."""
 
+import atexit
+import functools
+import os
 import re
 import socket
 from collections.abc import Sequence
@@ -36,48 +39,49 @@ class Started:
     codes: list[int]
 
 
-class Starter:
-    """Starts scripts as torchrun does, or as plain python, in forks that have torch."""
+def started(
+    script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
+) -> Started:
+    """Run a script where a package cannot be imported, to its end."""
+    port = free_port()
+    forks = []
+    for rank in range(ranks):
+        variables = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "localhost", "MASTER_PORT": port,
+        } if ranks > 1 else {}  # fmt: skip
+        text = _AS_MAIN.format(
+            folder=str(script.parent), script=str(script), without=without,
+            words=[str(script), *arguments], out=str(script.parent / f"{rank}.out"),
+        )  # fmt: skip
+        env = notebook_env({name: str(value) for name, value in variables.items()})
+        log = script.with_name(f"{rank}.err")
+        log.unlink(missing_ok=True)
+        forks.append((_server().fork(text, env, log), log))
+    codes = [fork.wait(_TIMEOUT_S) for fork, _ in forks]
+    texts = [script.with_name(f"{rank}.out").read_text() for rank in range(ranks)]
+    errors = [log.read_text() for _, log in forks]
+    return Started([unlabelled(text) for text in texts], errors, codes)
 
-    def __init__(self) -> None:
-        self._server = ForkServer(_IMPORTED, notebook_env({"CUDA_VISIBLE_DEVICES": ""}))
 
-    def stop(self) -> None:
-        """End what forks."""
-        self._server.stop()
+def lines_of(
+    script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
+) -> list[list[str]]:
+    """Each rank's lines of a script that goes well."""
+    ended = started(script, ranks, without, arguments)
 
-    def start(
-        self, script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
-    ) -> Started:
-        """Run a script where a package cannot be imported, to its end."""
-        port = free_port()
-        forks = []
-        for rank in range(ranks):
-            variables = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                "MASTER_ADDR": "localhost", "MASTER_PORT": port,
-            } if ranks > 1 else {}  # fmt: skip
-            text = _AS_MAIN.format(
-                folder=str(script.parent), script=str(script), without=without,
-                words=[str(script), *arguments], out=str(script.parent / f"{rank}.out"),
-            )  # fmt: skip
-            env = notebook_env({name: str(value) for name, value in variables.items()})
-            log = script.with_name(f"{rank}.err")
-            log.unlink(missing_ok=True)
-            forks.append((self._server.fork(text, env, log), log))
-        codes = [fork.wait(_TIMEOUT_S) for fork, _ in forks]
-        texts = [script.with_name(f"{rank}.out").read_text() for rank in range(ranks)]
-        errors = [log.read_text() for _, log in forks]
-        return Started([unlabelled(text) for text in texts], errors, codes)
+    assert set(ended.codes) <= {0, ABORTED}, ended.errors
+    return ended.lines
 
-    def lines(
-        self, script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
-    ) -> list[list[str]]:
-        """Each rank's lines of a script that goes well."""
-        started = self.start(script, ranks, without, arguments)
 
-        assert set(started.codes) <= {0, ABORTED}, started.errors
-        return started.lines
+@functools.cache
+def _server() -> ForkServer:
+    # pytest's processes of one run (-n 2) share it.
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    env = notebook_env({"CUDA_VISIBLE_DEVICES": ""})
+    server = ForkServer(_IMPORTED, env, f"{run}-scripts")
+    atexit.register(server.stop)
+    return server
 
 
 def free_port() -> int:

@@ -3,9 +3,11 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -13,13 +15,17 @@ from unittest import mock
 from nbdist.cluster.kernel import rank_server
 from nbdist.frontend import cli
 from tests.support.kernel import notebook_env
+from tests.support.ranks import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
 
 
-def nbdist(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What a command comes to that is typed in a folder, whose runs are in its `tmp`."""
+def nbdist(*words: str, folder: Path, press_at: str = "") -> subprocess.CompletedProcess[str]:
+    """What a command comes to that is typed in a folder, whose runs are in its `tmp`.
+
+    With Ctrl-C as soon as the text `press_at` has been printed.
+    """
     if words[0] in {"run", "bench"}:
         # What forks their ranks outlives the folder; ipyparallel keeps the one of its import.
         rank_server.preload()
@@ -28,9 +34,28 @@ def nbdist(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
         _working_in(folder),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
+        _ctrl_c(out, press_at),
     ):
         code = cli.main(words)
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def _ctrl_c(out: io.StringIO, at: str) -> Iterator[None]:
+    has_ended = threading.Event()
+
+    def press() -> None:
+        until(lambda: has_ended.is_set() or (at and at in out.getvalue()), TIMEOUT_S)
+        if not has_ended.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        pressing.join()
 
 
 @contextlib.contextmanager
