@@ -8,11 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.front.conftest import START_TIMEOUT_S
+from tests.front.conftest import START_TIMEOUT_S, Shared, freed
 from tests.front.test_strategy import _MODEL, _STEPS
 from tests.support import processes
-from tests.support.cells import Cell, Handle
+from tests.support.cells import Handle
 from tests.support.kernel import Kernel
+from tests.support.terminal import environment
 
 LINES = 20_000
 # Less than the heartbeats by which the controller alone would know of a lost rank, 30 s.
@@ -35,62 +36,79 @@ while not pathlib.Path('go').exists():
 
 
 class Desk:
-    """A notebook whose ranks are kept; its kernel is killed again and again."""
+    """Two notebooks with the same ranks, which are kept.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        (folder / "tmp").mkdir()
-        self.kernel = self._new()
+    Attributes:
+        first: Has them when a test begins; its kernel may be killed.
+        second: Goes on with them. It has started them, and can start others.
+    """
 
-    def _new(self) -> Kernel:
-        # Most only attach, and need nobody who forks ranks.
-        env = {"TMPDIR": str(self.folder / "tmp"), "NBDIST_PRELOAD": "0"}
-        kernel = Kernel(cwd=self.folder, env=env)
-        kernel.__enter__()
-        assert kernel.run("%load_ext nbdist").status == "ok"
-        return kernel
-
-    def ok(self, code: str, timeout_s: float = START_TIMEOUT_S) -> str:
-        """What a cell shows that must not fail."""
-        cell = self.kernel.run(code, timeout_s)
-        assert cell.status == "ok", cell.visible
-        return cell.visible
-
-    def change(self) -> Cell:
-        """Kill the kernel at this moment; the cell in a new one that attaches."""
-        handle = self.attach()
-        return self.kernel.finish(handle, START_TIMEOUT_S)
-
-    def attach(self) -> Handle:
-        """The same, while that cell runs."""
-        old = self.kernel
-        old.kill()
-        old.shutdown(now=True)
-        self.kernel = self._new()
-        return self.kernel.start("%dist_attach")
+    def __init__(self, folder: Path, second: Kernel):
+        self.folder, self.go = folder, folder / "go"
+        self.second = second
+        self._first: Kernel | None = None
 
     @property
-    def go(self) -> Path:
-        return self.folder / "go"
+    def first(self) -> Kernel:
+        assert self._first is not None
+        return self._first
+
+    def hand_to_first(self) -> None:
+        """Let the first notebook have idle ranks, in a new kernel if the one before is gone."""
+        if self._first is None:
+            self._first = Kernel(cwd=self.folder, env=environment(self.folder)).__enter__()
+            ok(self._first, "%load_ext nbdist")
+        self.second.run("%dist_detach")
+        self._first.run("%dist_attach")
+        ok(self._first, "%dist_status")
+
+    def kill_first(self) -> None:
+        self.first.kill()
+        self.close()
+
+    def close(self) -> None:
+        """End the first kernel, if there is one."""
+        if self._first is not None:
+            self._first.shutdown(now=True)
+            self._first = None
+
+    def take(self) -> Handle:
+        """The cell in which the second notebook takes the ranks from the first."""
+        return self.second.start("%dist_attach --take")
 
 
 @pytest.fixture(scope="module")
-def _desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    desk = Desk(tmp_path_factory.mktemp("desk"))
-    try:
-        desk.ok("%dist_init -n 2 --keep 10m --grace 0.5")
+def _desk(_shared_kernel: Shared, shared_folder: Path) -> Iterator[Desk]:
+    with freed(_shared_kernel) as second:
+        ok(second, "%dist_init -n 2 --keep 10m --grace 0.5")
+        desk = Desk(shared_folder, second)
         yield desk
-        desk.ok("%dist_shutdown")
-    finally:
-        desk.kernel.shutdown(now=True)
-    assert not [*(desk.folder / "tmp").glob("nbdist-*")]
+        second.run("%dist_attach --take")
+        desk.close()
+        ok(second, "%dist_shutdown")
 
 
 @pytest.fixture
 def desk(_desk: Desk) -> Iterator[Desk]:
-    """A notebook with two idle ranks that are kept."""
+    """Two notebooks, of which the first has two idle ranks."""
+    _desk.hand_to_first()
+    yield _desk
     _desk.go.unlink(missing_ok=True)
-    return _desk
+
+
+@pytest.fixture
+def kept(_desk: Desk) -> Kernel:
+    """A notebook that has two idle ranks, which are kept."""
+    _desk.second.run("%dist_attach --take")
+    ok(_desk.second, "%dist_status")
+    return _desk.second
+
+
+def ok(kernel: Kernel, code: str, timeout_s: float = START_TIMEOUT_S) -> str:
+    """What a cell shows that must not fail."""
+    cell = kernel.run(code, timeout_s)
+    assert cell.status == "ok", cell.visible
+    return cell.visible
 
 
 def lines_of(text: str, rank: int) -> list[str]:
@@ -102,12 +120,12 @@ def lines_of(text: str, rank: int) -> list[str]:
 
 def test_a_cell_that_prints_loses_no_line_with_its_kernel(desk: Desk) -> None:
     """Killed in the middle: every line of each rank is there once, in order, in the file of all."""
-    handle = desk.kernel.start(PRINTS)
-    desk.kernel.wait_output(handle, "line 20 ")
-    handle = desk.attach()
-    desk.kernel.wait_output(handle, " running cell [")
+    desk.first.wait_output(desk.first.start(PRINTS), "line 20 ")
+    desk.kill_first()
+    handle = desk.second.start("%dist_attach")
+    desk.second.wait_output(handle, " running cell [")
     desk.go.touch()
-    attached = desk.kernel.finish(handle)
+    attached = desk.second.finish(handle)
     path = re.search(r"(/\S+/output/cell-\S+\.txt)", attached.visible)
 
     assert attached.status == "ok", attached.visible
@@ -122,133 +140,133 @@ def test_a_cell_that_prints_loses_no_line_with_its_kernel(desk: Desk) -> None:
 
 def test_training_goes_on_under_its_strategy(desk: Desk) -> None:
     """Variables, model, optimizer and strategy are as they were; a switch works."""
-    desk.ok(_MODEL)
-    desk.ok("%dist_strategy fsdp")
-    first = desk.ok(_STEPS)
-    desk.ok("%dist_save one")
-    second = desk.ok(_STEPS)
-    attached = desk.change()
-    strategy = desk.ok("%dist_strategy")
-    desk.ok("%dist_load one")
+    ok(desk.first, _MODEL)
+    ok(desk.first, "%dist_strategy fsdp")
+    losses = ok(desk.first, _STEPS)
+    ok(desk.first, "%dist_save one")
+    next_losses = ok(desk.first, _STEPS)
+    attached = desk.second.finish(desk.take())
+    strategy = ok(desk.second, "%dist_strategy")
+    ok(desk.second, "%dist_load one")
 
     assert attached.status == "ok", attached.visible
-    assert "line" not in attached.visible  # of a cell whose end was shown
+    assert next_losses not in attached.visible  # of a cell whose end was shown
     assert "fsdp" in strategy
-    assert first != second == desk.ok(_STEPS)
-    desk.ok("%dist_strategy ddp")
-    desk.ok("%dist_load one")
-    assert desk.ok(_STEPS) == second
+    assert losses != next_losses == ok(desk.second, _STEPS)
+    ok(desk.second, "%dist_strategy ddp")
+    ok(desk.second, "%dist_load one")
+    assert ok(desk.second, _STEPS) == next_losses
 
 
 def test_a_cell_that_ends_meanwhile_is_shown_with_how_it_ended(desk: Desk) -> None:
     """Its output and its error come with the attach; the next one shows neither again."""
     code = WAITS + "print('past', rank, flush=True)\nif rank:\n    raise ValueError('of rank 1')"
-    handle = desk.kernel.start(code)
-    desk.kernel.wait_output(handle, "begun")
-    desk.kernel.kill()
+    desk.first.wait_output(desk.first.start(code), "begun")
+    desk.kill_first()
     desk.go.touch()
-    attached = desk.change()
+    attached = desk.second.run("%dist_attach")
 
     assert attached.status == "error", attached.visible
     assert "[0-1] begun" in attached.visible
     assert "[0] past 0" in attached.visible
     assert attached.error is not None
     assert "ValueError: of rank 1" in attached.error.evalue, attached.error
-    again = desk.change()
-    assert again.status == "ok", again.visible
-    assert "past" not in again.visible
+    ok(desk.second, "%dist_detach")
+    assert "past" not in ok(desk.second, "%dist_attach")
 
 
 def test_damaged_files_are_told_and_the_ranks_are_kept(desk: Desk) -> None:
     """The other rank's output is shown; of the damaged one it says what is lost."""
-    handle = desk.kernel.start(WAITS + "mine = rank + 1\nprint('past', rank, flush=True)")
-    desk.kernel.wait_output(handle, "begun")
-    desk.kernel.kill()
+    code = WAITS + "mine = rank + 1\nprint('past', rank, flush=True)"
+    desk.first.wait_output(desk.first.start(code), "begun")
+    desk.kill_first()
     [written] = (desk.folder / "tmp").rglob("journal/1")
     for path in (written, written.parents[1] / "keep.json"):
         with path.open("r+b") as file:
             file.write(b"\xf8" * 400)
     desk.go.touch()
-    attached = desk.change()
+    attached = desk.second.run("%dist_attach")
 
     assert "[0] past 0" in attached.visible
     assert "the file with the output of rank 1 is damaged" in attached.visible
     assert attached.error is not None
     assert "Unicode" not in attached.visible
-    assert "[1] 2" in desk.ok("%%distributed\nprint(mine)")
+    assert "[1] 2" in ok(desk.second, "%%distributed\nprint(mine)")
 
 
 def test_a_hang_is_told_after_an_attach_and_ends(desk: Desk) -> None:
     """A rank that waits in vain is named in the notebook that attaches; its groups come back."""
-    handle = desk.kernel.start("%%distributed\nprint('in')\nif rank: dist.barrier()")
-    desk.kernel.wait_output(handle, "[0-1] in")
-    attached = desk.change()
+    ok(desk.first, "import nbdist\nnbdist.session().grace_s = 100.0")
+    running = desk.first.start("%%distributed\nprint('in')\nif rank: dist.barrier()")
+    desk.first.wait_output(running, "[0-1] in")
+    attached = desk.second.finish(desk.take())
 
     assert attached.status == "error", attached.visible
     assert "[0-1] in" in attached.visible
     assert "rank 1" in attached.visible
     assert attached.error is not None
     assert attached.error.ename == "Deadlock"
-    assert "[0-1] 2\n" in desk.ok(
-        "%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(int(t))"
+    assert "[0-1] 2\n" in ok(
+        desk.second, "%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(int(t))"
     )
 
 
 def test_an_attached_cell_is_interrupted(desk: Desk) -> None:
     """The stop button reaches ranks that another kernel has started."""
-    desk.kernel.wait_output(desk.kernel.start(WAITS), "begun")
-    handle = desk.attach()
-    desk.kernel.wait_output(handle, "begun")
-    desk.kernel.interrupt()
-    cell = desk.kernel.finish(handle)
+    desk.first.wait_output(desk.first.start(WAITS), "begun")
+    handle = desk.take()
+    desk.second.wait_output(handle, "begun")
+    desk.second.interrupt()
+    cell = desk.second.finish(handle)
 
     assert cell.status == "error"
-    assert "[0-1] idle\n" in desk.ok("%%distributed\nprint('idle')")
+    assert "[0-1] idle\n" in ok(desk.second, "%%distributed\nprint('idle')")
 
 
 def test_a_rank_that_died_meanwhile_comes_back(desk: Desk) -> None:
     """A rank that was killed while no kernel held it is told; a restart brings it, journal too."""
-    pids = desk.ok("%%distributed\nimport os\nprint(os.getpid())")
+    pids = ok(desk.first, "%%distributed\nimport os\nprint(os.getpid())")
     match = re.search(r"\[1\] (\d+)", pids)
     assert match is not None
-    desk.ok("%%distributed\nvalue = 40 + rank")
-    desk.kernel.kill()
+    ok(desk.first, "%%distributed\nvalue = 40 + rank")
+    ok(desk.first, "%dist_detach")
     victim = psutil.Process(int(match[1]))
     victim.send_signal(signal.SIGKILL)
     assert processes.wait_gone([victim], 5) == []
-    attached = desk.change()
-    restarted = desk.ok("%dist_restart", RESTART_S)
-    desk.kernel.wait_output(desk.kernel.start(WAITS + "print('value' in globals())"), "begun")
-    desk.kernel.kill()
+    attached = ok(desk.second, "%dist_attach")
+    restarted = ok(desk.second, "%dist_restart", RESTART_S)
+    desk.hand_to_first()
+    running = desk.first.start(WAITS + "print('value' in globals())")
+    desk.first.wait_output(running, "begun")
+    handle = desk.take()
+    desk.second.wait_output(handle, "begun")
     desk.go.touch()
-    again = desk.change()
+    again = desk.second.finish(handle)
 
-    assert attached.status == "ok", attached.visible
-    assert re.search(r"1 .* ended", attached.visible), attached.visible
+    assert re.search(r"1 .* ended", attached), attached
     assert "rank 1 is back" in restarted
     assert "[0-1] begun\n[0] True\n[1] False\n" in again.visible
 
 
 def test_a_restart_of_the_kernel_does_not_interrupt_the_cell(desk: Desk) -> None:
     """Jupyter interrupts a busy kernel before it ends it: the ranks go on all the same."""
-    handle = desk.kernel.start(WAITS + "print('to the end')")
-    desk.kernel.wait_output(handle, "begun")
-    desk.kernel.restart()
-    desk.ok("%load_ext nbdist")
+    desk.first.wait_output(desk.first.start(WAITS + "print('to the end')"), "begun")
+    desk.first.restart()
     desk.go.touch()
 
-    assert "[0-1] begun\n[0-1] to the end\n" in desk.ok("%dist_attach")
+    assert "[0-1] begun\n[0-1] to the end\n" in ok(desk.second, "%dist_attach")
+    ok(desk.first, "%load_ext nbdist")
 
 
 def test_ranks_are_let_go_of_and_held_again(desk: Desk) -> None:
     """Within one kernel, which then has none; a kernel that ends in order keeps them too."""
-    detached = desk.ok("%dist_detach 5m")
-    none = desk.kernel.run("%%distributed\npass")
-    missing = desk.kernel.run("%dist_detach")
-    attached = desk.ok("%dist_attach")
-    desk.kernel.restart()
-    desk.ok("%load_ext nbdist")
-    again = desk.ok("%dist_attach")
+    detached = ok(desk.first, "%dist_detach 5m")
+    none = desk.first.run("%%distributed\npass")
+    missing = desk.first.run("%dist_detach")
+    attached = ok(desk.first, "%dist_attach")
+    desk.first.shutdown()
+    desk.close()
+    again = ok(desk.second, "%dist_attach")
 
     assert detached.startswith("ranks 0-1 are kept for 5 min. %dist_attach in any notebook")
     assert none.error is not None
@@ -258,7 +276,7 @@ def test_ranks_are_let_go_of_and_held_again(desk: Desk) -> None:
     assert missing.error.ename == "NotRunning"
     assert "attached in" in attached
     assert "attached in" in again
-    assert "[0] 0\n[1] 1\n" in desk.ok("%%distributed\nprint(rank)")
+    assert "[0] 0\n[1] 1\n" in ok(desk.second, "%%distributed\nprint(rank)")
 
 
 # Takes no interrupt until a file is there.
@@ -276,19 +294,20 @@ while not pathlib.Path('free').exists():
 def test_ranks_that_run_different_cells_count_as_busy_with_theirs(desk: Desk) -> None:
     """A rank that an earlier cell was given up on is no idle rank after an attach."""
     free = desk.folder / "free"
-    handle = desk.kernel.start(STUCK)
-    desk.kernel.wait_output(handle, "stuck")
-    desk.kernel.interrupt()
-    given_back = desk.kernel.finish(handle)
-    waits = desk.kernel.start(WAITS.replace("%%distributed", "%%rank [1]"))
-    desk.kernel.wait_output(waits, "begun")
-    desk.kernel.kill()
+    handle = desk.first.start(STUCK)
+    desk.first.wait_output(handle, "stuck")
+    desk.first.interrupt()
+    given_back = desk.first.finish(handle)
+    waits = desk.first.start(WAITS.replace("%%distributed", "%%rank [1]"))
+    desk.first.wait_output(waits, "begun")
+    taking = desk.take()
+    desk.second.wait_output(taking, "begun")
     desk.go.touch()
-    attached = desk.change()
-    busy = desk.kernel.run("%%rank [0]\npass")
+    attached = desk.second.finish(taking)
+    busy = desk.second.run("%%rank [0]\npass")
     free.touch()
     # Busy for a moment, until the end has been heard of.
-    desk.ok("%%rank [0]\nprint('idle')")
+    ok(desk.second, "%%rank [0]\nprint('idle')")
 
     assert given_back.status == "error"
     assert attached.status == "ok", attached.visible
@@ -298,19 +317,19 @@ def test_ranks_that_run_different_cells_count_as_busy_with_theirs(desk: Desk) ->
     assert busy.error.ename == "RankBusy"
 
 
-def test_a_save_beside_training_ends_before_the_ranks_are_let_go_of(desk: Desk) -> None:
+def test_a_save_beside_training_ends_before_the_ranks_are_let_go_of(kept: Kernel) -> None:
     """The checkpoint is whole, and both notebooks know of it."""
-    desk.ok(_MODEL)
-    desk.ok("%dist_save beside --async")
-    detached = desk.ok("%dist_detach")
-    desk.ok("%dist_attach")
-    loaded = desk.ok("%dist_load beside")
+    ok(kept, _MODEL)
+    ok(kept, "%dist_save beside --async")
+    detached = ok(kept, "%dist_detach")
+    ok(kept, "%dist_attach")
+    loaded = ok(kept, "%dist_load beside")
 
     assert "ranks 0-1 are kept for 10 min." in detached
     assert "beside loaded" in loaded
 
 
-def test_what_is_wrong_is_refused(desk: Desk) -> None:
+def test_what_is_wrong_is_refused(kept: Kernel) -> None:
     """Times, runs and options that cannot be are named, with what can be."""
     wrong = {
         "%dist_detach soon": "'soon' is no time such as 8h, 30m, 1h30m or 90s",
@@ -319,16 +338,16 @@ def test_what_is_wrong_is_refused(desk: Desk) -> None:
         "%dist_attach": "already running in this notebook. %dist_detach lets go of them",
         "%dist_init --save here": "--save says where",
     }
-    desk.ok("%dist_detach")
+    ok(kept, "%dist_detach")
     after = {
         "%dist_attach nowhere": "There is no run 'nowhere'. Name one of: run-",
         "%dist_attach a b": "name one run, not a b",
         "%dist_attach /etc": "is not the folder of ranks that are kept",
         "%dist_attach ./none": "There is no run in",
     }
-    cells = {code: desk.kernel.run(code) for code in after}
-    desk.ok("%dist_attach")
-    cells |= {code: desk.kernel.run(code) for code in wrong if "init" not in code}
+    cells = {code: kept.run(code) for code in after}
+    ok(kept, "%dist_attach")
+    cells |= {code: kept.run(code) for code in wrong if "init" not in code}
 
     for code, cell in cells.items():
         assert cell.status == "error", code

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from nbdist.core.versions import VERSION
-from tests.front.conftest import START_TIMEOUT_S
+from tests.front.conftest import START_TIMEOUT_S, Shared, freed
 from tests.support import processes
 from tests.support.kernel import Kernel
 from tests.support.ranks import until
@@ -35,15 +34,9 @@ print('past')
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """Where kernels work, with the folder of their runs in it; short, so that sockets fit."""
-    path = Path(tempfile.mkdtemp(prefix="kept-"))
-    (path / "tmp").mkdir()
-    yield path
-    left = processes.open_run_dirs(path / "tmp", "nbdist-*/*")
-    shutil.rmtree(path)
-
-    assert left == []
+def folder(shared_folder: Path) -> Path:
+    """Where both kernels work, with the folder of their runs in it."""
+    return shared_folder
 
 
 @pytest.fixture
@@ -55,16 +48,16 @@ def go(folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def first(folder: Path) -> Iterator[Kernel]:
-    with Kernel(cwd=folder, env=environment(folder)) as kernel:
-        ok(kernel, "%load_ext nbdist")
+def first(_shared_kernel: Shared) -> Iterator[Kernel]:
+    """The shared kernel, which has no ranks at first."""
+    with freed(_shared_kernel) as kernel:
         yield kernel
 
 
 @pytest.fixture(scope="module")
 def second(folder: Path) -> Iterator[Kernel]:
     """It only attaches, so it needs nobody who forks ranks."""
-    with Kernel(cwd=folder, env={**environment(folder), "NBDIST_PRELOAD": "0"}) as kernel:
+    with Kernel(cwd=folder, env=environment(folder)) as kernel:
         ok(kernel, "%load_ext nbdist")
         yield kernel
 
@@ -432,6 +425,7 @@ def test_ranks_whose_folder_is_removed_end(first: Kernel, folder: Path) -> None:
     [pid] = rank_pids(first)
     run = only_run(folder)
     ok(first, "%dist_detach")
+    assert until(lambda: json.loads((run / "detached.json").read_text())["pid"] > 0)
     shutil.rmtree(run)
 
     assert processes.wait_gone([pid], 10) == []
