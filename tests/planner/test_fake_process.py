@@ -5,12 +5,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from nbdist.errors import OptionError
 from nbdist.planner import fake_protocol
+from nbdist.planner.fake import pickle_by_value
+from nbdist.planner.fake.models import PickledModel
 from nbdist.planner.fake_protocol import NAME, Source
 from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.memory import FORMULAS, Memory, memory_of
@@ -103,6 +107,37 @@ def test_what_is_not_run_is_counted_by_formulas(
     assert memory.engine == FORMULAS
     assert why in memory.note
     assert memory.activations == memory_of(TINY, choice, LOAD).activations > 0
+
+
+_LOOKS = """
+from torch import nn
+class Looks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else x
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ((torch.ones(32, 16),), "the run failed with DataDependentOutputException"),
+        (None, "its inputs are not known"),
+    ],
+)
+def test_states_of_what_cannot_be_run_are_counted(
+    engine: FakeEngine, args: tuple[torch.Tensor] | None, why: str
+) -> None:
+    """Where the model looks at values, and without inputs; the reason is told."""
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(_LOOKS, cell)  # as a cell runs
+    sent = PickledModel(cell["Looks"](16, 16), args)
+    engine._source = Source(pickled=pickle_by_value.dumps(sent))
+    memory = engine(TINY, choose("ddp", {}, 2), LOAD)
+    engine._source = Source(config=_CONFIG)  # goes with the next request
+
+    assert memory.engine == FORMULAS
+    assert why in memory.note
+    assert memory.parameters == 4 * (16 * 16 + 16)
 
 
 def test_a_strategy_that_does_not_go_with_the_model_is_refused(engine: FakeEngine) -> None:
