@@ -127,6 +127,7 @@ def rows(kernel: Kernel, texts: list[str], code: str) -> list[tuple[object, ...]
     return printed
 
 
+@pytest.mark.usefixtures("drawn")
 def test_each_begins_with_the_same_state_which_is_back_afterwards(trained: Kernel) -> None:
     """Also one that sees other batches: weights, moments, rates, random numbers, names."""
     before = ran(trained, _STATE).text

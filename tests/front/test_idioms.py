@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.deep_model import DEEP_MODEL
+from tests.support.deep_model import TWO_BLOCKS
 from tests.support.kernel import Kernel
 
 _IDIOMS = """%%distributed
@@ -105,7 +105,7 @@ def _idioms(kernel: Kernel, typed: str) -> dict[str, Any]:
     """What rank 0 has; ranks whose numbers are parts have others."""
     switched = kernel.run(f"%dist_strategy {typed}")
     assert switched.status == "ok", switched.visible
-    assert kernel.run(DEEP_MODEL).status == "ok"
+    assert kernel.run(TWO_BLOCKS).status == "ok"
     cell = kernel.run(_IDIOMS)
     assert cell.status == "ok", cell.visible
     values: dict[str, Any] = json.loads(re.findall(r"idioms (\{.*\})", cell.text)[0])

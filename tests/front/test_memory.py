@@ -58,10 +58,12 @@ def test_before_any_record_it_says_whose_memory_it_is(trained: Kernel) -> None:
     assert held(trained, "PARAMETER", 1) == {name: 4 * n for name, n in _SIZES.items()}
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_cell_s_memory_is_recorded(trained: Kernel) -> None:
-    """All its steps on all ranks; every owner with the bytes of its elements."""
-    ran(trained, "%%dist_memory\nfor n in range(3): mem_step()")
+    """All its steps on all ranks; every owner with the bytes of its elements; a picture."""
+    cell = ran(trained, "%%dist_memory\nfor n in range(3): mem_step()")
 
+    assert 'src="data:image/png;base64,iVBOR' in cell.data("text/html")[-1]
     assert ranks(trained) == [(0, 3, True, ""), (1, 3, True, "")]
     sizes = {name: 4 * n for name, n in _SIZES.items()}
     assert held(trained, "PARAMETER") == sizes

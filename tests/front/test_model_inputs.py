@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.deep_model import DEEP_MODEL
+from tests.support.deep_model import TWO_BLOCKS
 from tests.support.kernel import Kernel
 
 _BY_HAND = "%%distributed\nmine = tokens.roll(rank, 0)\n"
@@ -18,7 +18,7 @@ _LINT = "lint model-inputs [0-1]: model was called with different inputs on rank
 def test_a_batch_that_was_shared_out_by_hand(kernel: Kernel, typed: str) -> None:
     """The first training step fails and changes nothing; later steps and evaluation are linted."""
     kernel.run(f"%dist_strategy {typed}")
-    kernel.run(DEEP_MODEL)
+    kernel.run(TWO_BLOCKS)
     expected = kernel.run("%%distributed\nmodel, optimizer = fresh()\ntrain_step(), train_step()")
     kernel.run("%%distributed\nmodel, optimizer = fresh()")
     kernel.run("%dist_check --tell all")
@@ -42,7 +42,7 @@ def test_a_batch_that_was_shared_out_by_hand(kernel: Kernel, typed: str) -> None
 
 def test_a_switch_compares_anew(kernel: Kernel) -> None:
     """What every rank may see for itself under ddp is refused in the first step under tp."""
-    kernel.run(DEEP_MODEL)
+    kernel.run(TWO_BLOCKS)
     kernel.run("%%distributed\nmodel, optimizer = fresh()")
     before = kernel.run(_TRAINED)
     kernel.run("%dist_strategy tp")

@@ -67,6 +67,7 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.usefixtures("drawn")
 def test_it_shows_every_rank_and_goes_on(kernel: Kernel) -> None:
     """The first one begins; the next one has more samples, the last collective, and a picture."""
     first = kernel.run("%dist_monitor")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.deep_model import DEEP_MODEL
+from tests.support.deep_model import TWO_BLOCKS
 from tests.support.kernel import Kernel
 
 _CURVES = """%%distributed
@@ -36,7 +36,7 @@ def _curves(kernel: Kernel, typed: str) -> list[list[float]]:
     """Losses and norms in turn, of each rank; one list where they are equal."""
     switched = kernel.run(f"%dist_strategy {typed}")
     assert switched.status == "ok", switched.visible
-    assert kernel.run(DEEP_MODEL).status == "ok"
+    assert kernel.run(TWO_BLOCKS).status == "ok"
     cell = kernel.run(_CURVES)
     assert cell.status == "ok", cell.visible
     return [json.loads(text) for text in re.findall(r"curves (\[.*\])", cell.text)]
@@ -55,7 +55,7 @@ def test_a_norm_that_is_not_finite_is_refused_where_it_is_asked(kernel: Kernel) 
     """On all ranks of a pipeline, also those whose own gradients are finite."""
     switched = kernel.run("%dist_strategy pp")
     assert switched.status == "ok", switched.visible
-    kernel.run(DEEP_MODEL)
+    kernel.run(TWO_BLOCKS)
     kernel.run("%%distributed\nmodel, optimizer = fresh()\nloss = forward_backward()")
     cell = kernel.run(
         "%%distributed\nif rank == 1:\n"

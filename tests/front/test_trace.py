@@ -45,10 +45,11 @@ def ranks(kernel: Kernel) -> object:
     return eval(kernel.run(_RANKS.strip()).plain[0])
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_step_ends_where_the_cell_says_so(trained: Kernel) -> None:
-    """Then optimizers no longer count; the one before the wanted steps is left out."""
+    """Then optimizers no longer count; the one before the wanted steps is left out; a picture."""
     code = "import nbdist\nfor n in range(4): step(); step(); nbdist.step()"
-    ran(trained, f"%%dist_profile --steps 2\n{code}")
+    cell = ran(trained, f"%%dist_profile --steps 2\n{code}")
     calls = trained.run(
         "from nbdist.trace.trace import COMMUNICATION\n"
         "[int((r.events.kind == COMMUNICATION).sum()) for r in nbdist.session().trace().ranks]"
@@ -56,6 +57,7 @@ def test_a_step_ends_where_the_cell_says_so(trained: Kernel) -> None:
 
     assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
     assert calls.plain == ["[4, 4]"]
+    assert 'src="data:image/png;base64,iVBOR' in cell.data("text/html")[-1]
 
 
 def test_a_cell_without_steps_is_recorded_whole_and_says_so(trained: Kernel) -> None:

@@ -70,6 +70,7 @@ def test_fsdp_is_the_reference_on_request(kernel: Kernel) -> None:
     assert "line 4 of cell [" in flipped
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_step_is_right_or_its_line_is_named(
     _shared_kernel: Kernel,  # noqa: PT019  # it is used
 ) -> None:
