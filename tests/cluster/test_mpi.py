@@ -33,6 +33,7 @@ def mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped profile, on this machine."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
     for name, value in ROOT_MAY.items():
         monkeypatch.setenv(name, value)
 

@@ -37,13 +37,13 @@ class Attack:
     """Whom to attack.
 
     Attributes:
-        addresses: Scanned from port 1 to 65535.
+        addresses: Of each the ports that are tried beside those below 1024.
         controller: (address, port) that speak ZMQ.
         password_free: (address, port) of torch's store and Gloo.
         server_key: CURVE's of the controller; only tried to show that a handshake can be seen.
     """
 
-    addresses: list[str]
+    addresses: dict[str, list[int]]
     controller: list[Target]
     password_free: list[Target]
     server_key: str
@@ -76,10 +76,10 @@ def connect(targets: Iterable[Target]) -> Iterator[tuple[Target, socket.socket]]
                 client.close()
 
 
-def scan(address: str) -> list[int]:
-    """The ports of an address, out of all, at which a connection is accepted."""
+def scan(address: str, ports: Iterable[int]) -> list[int]:
+    """The ports of an address, out of these and the well-known ones, that accept a connection."""
     accepted = []
-    for (_, port), client in connect((address, port) for port in range(1, 65536)):
+    for (_, port), client in connect((address, port) for port in {*ports, *range(1, 1024)}):
         client.close()
         accepted.append(port)
     return sorted(accepted)
@@ -157,7 +157,7 @@ def run(attack: Attack) -> dict[str, Any]:
     """All of it; what was accepted, which handshakes succeeded and who took messages."""
     wrong_key, _ = zmq.curve_keypair()
     return {
-        "open": {address: scan(address) for address in attack.addresses},
+        "open": {address: scan(address, ports) for address, ports in attack.addresses.items()},
         "plain": [handshake(target, None) for target in attack.controller],
         "wrong key": [handshake(target, wrong_key) for target in attack.controller],
         "right key": [handshake(t, attack.server_key.encode()) for t in attack.controller],

@@ -116,6 +116,7 @@ def _pods(folder: Path, job: dict[str, Any], secret: dict[str, Any]) -> Any:
         home = folder / f"pod-{index}"
         home.mkdir()
         environment = {"PATH": os.environ["PATH"], "HOME": str(home), "OMP_NUM_THREADS": "1"}
+        environment["NBDIST_PRELOAD"] = "0"  # no import that no cell asks for
         for source in container.get("envFrom", []):
             if source["secretRef"]["name"] == secret["metadata"]["name"]:
                 environment |= values

@@ -1,16 +1,23 @@
 """What a notebook does on one host, it does on two: nothing of the kernel's machine is shared.
 
 One notebook on the head, four ranks on two nodes, for all tests of this module; each begins and
-ends with idle ranks. Only /srv is the same on all hosts.
+ends with idle ranks. Only /srv is the same on all hosts. Whatever the ranks have done, every port
+on every host is looked at in the end: who listens where, and what a stranger can do there.
 """
 
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from nbdist.cluster.kernel.launcher import CONTROLLER_PROGRAM
+from tests.cluster.hosts.conftest import SSH, skip_without
 from tests.support.cells import Cell
 from tests.support.host_kernel import HostKernel
 from tests.support.hosts import SHARED, Hosts
@@ -19,11 +26,17 @@ from tests.support.kernel import Kernel
 # What does not depend on how ranks were started.
 by_ssh_alone = pytest.mark.parametrize("launcher", ["ssh"], indirect=True, scope="module")
 
+ROOT = Path(__file__).resolve().parents[3]
 HOSTS = ("node1", "node1", "node2", "node2")
+NODES = ("node1", "node2")
+STRANGER = "node3"
+# torch's store and Gloo's device of each rank; ipyparallel's ports for engines.
+PORTS = {"head": 9, "node1": 3, "node2": 2}
+MOST_GROWTH_BYTES = 40e6
 START_S = 100.0
 # Fixture of the hosts, and how ranks are started there.
 LAUNCHERS = {
-    "ssh": ("hosts", "%dist_init --profile ssh --hosts node1:2,node2:2"),
+    "ssh": ("hosts", "%dist_init --profile ssh -n 4 --hosts node1:2,node2:4"),
     "slurm": ("slurm", "%dist_init --profile slurm -n 4 --gpus-per-node 2 --gpus none"),
 }
 VARIABLES = {
@@ -78,23 +91,38 @@ def launcher(request: pytest.FixtureRequest) -> tuple[Hosts, str]:
 
 
 @pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """With sshd; each calls itself 127.0.1.1, as Debian's installer has it."""
+    skip_without(*SSH)
+    with Hosts(named_loopback=("head", *NODES)) as up:
+        up.start_sshd()
+        yield up
+
+
+@pytest.fixture(scope="module")
 def lan(launcher: tuple[Hosts, str]) -> Hosts:
     """The hosts of `kernel`."""
     return launcher[0]
 
 
 @pytest.fixture(scope="module")
-def kernel(launcher: tuple[Hosts, str]) -> Iterator[Kernel]:
-    """A notebook's kernel on the head, with ranks 0-1 on node1 and 2-3 on node2."""
+def started(launcher: tuple[Hosts, str]) -> Iterator[tuple[Kernel, str]]:
+    """A notebook's kernel on the head, and what the start of its ranks has shown."""
     hosts, start = launcher
     with HostKernel(hosts, hosts.head, VARIABLES) as kernel:
         kernel.run("%load_ext nbdist")
         started = kernel.run(start, START_S)
         assert started.status == "ok", started.visible
         kernel.run("import nbdist\nsession = nbdist.session()\nsession.grace_s = 0")
-        yield kernel
+        yield kernel, started.visible
         stopped = kernel.run("%dist_shutdown", START_S)
         assert stopped.status == "ok", stopped.visible
+
+
+@pytest.fixture(scope="module")
+def kernel(started: tuple[Kernel, str]) -> Kernel:
+    """With ranks 0-1 on node1 and 2-3 on node2."""
+    return started[0]
 
 
 @pytest.fixture(scope="module")
@@ -324,3 +352,200 @@ def test_an_exported_script_runs_on_the_same_hosts(kernel: Kernel, lan: Hosts) -
     assert command.startswith("torchrun --nnodes 2 --nproc-per-node 2 ")
     assert [process.returncode for process in running] == [0, 0], outputs
     assert "".join(outputs).count("sum 3.0") == 2
+
+
+TWO_WAYS = """
+from nbdist.diagnostics import kernel as links
+whole = session.strategy.switch("fsdp")
+hybrid = session.strategy.switch("fsdp", shard="hybrid")
+axes = links.picture(session, session.strategy.current()).axes
+import json
+print(json.dumps([whole.notes, hybrid.notes, str(hybrid.after.degrees),
+                  {axis.axis: axis.crossing for axis in axes}]))
+"""
+
+
+@by_ssh_alone
+def test_hybrid_sharding_keeps_a_copy_on_each_host(trained: Kernel) -> None:
+    """Parameters are gathered within a host, and training goes on; fsdp says it before."""
+    cell = trained.run(TWO_WAYS)
+    assert cell.status == "ok", cell.visible
+    whole, hybrid, mesh, crossing = json.loads(cell.text.splitlines()[-1])
+    check(trained.run(f"%dist_load {SHARED}/step6"))
+    shown = check(
+        trained.run(
+            "%%distributed\nprint(next(model.parameters()).device_mesh['dp_shard'].mesh.tolist())\n"
+            "wrong_by(6, 9)"
+        )
+    )
+
+    assert "--shard hybrid gathers them within a host, with 2 copies" in whole[-1]
+    assert not [note for note in hybrid if "over the network" in note]
+    assert "dp_replicate=2, dp_shard=2" in mesh
+    assert crossing == {"dp_replicate": [[0, 2], [1, 3]], "dp_shard": []}
+    assert shown.splitlines() == ["[0-1] [0, 1]", "[2-3] [2, 3]", "[0-3] False"]
+
+
+def beyond(hosts: Hosts) -> dict[str, Counter[str]]:
+    """Host -> address -> ports at which somebody but sshd listens beyond the loopback."""
+    listeners = {name: hosts.listeners(name) for name in hosts.names}
+    return {
+        name: Counter(
+            entry.rpartition(":")[0]
+            for entry in entries
+            if not entry.startswith(("127.", "[::1]")) and not entry.endswith(":22")
+        )
+        for name, entries in listeners.items()
+    }
+
+
+def targets(hosts: Hosts, host: str) -> list[tuple[str, int]]:
+    """Where somebody listens on the host's address."""
+    address = hosts.address(host)
+    entries = [entry.rpartition(":") for entry in hosts.listeners(host)]
+    return [(address, int(port)) for ip, _, port in entries if ip == address]
+
+
+# Training, strategies and a hang have been there before.
+STEPS = {
+    "groups and a mesh": """%%distributed
+pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+total = torch.ones(1)
+dist.all_reduce(total, group=mesh.get_group("a"))""",
+    "a rank in the place of another": "%dist_restart 3",
+    "numbers for Prometheus": "%dist_monitor --prometheus 0",
+}
+
+
+@by_ssh_alone
+def test_who_listens_where(started: tuple[Kernel, str], trained: Kernel, lan: Hosts) -> None:
+    """One address per host, whatever the ranks have done; the rest is on the loopback."""
+    expected = {
+        name: Counter({lan.address(name): PORTS[name]} if name in PORTS else {})
+        for name in lan.names
+    }
+    seen = {"training": beyond(lan)}
+    for step, cell in STEPS.items():
+        check(trained.run(cell))
+        seen[step] = beyond(lan)
+    hung = trained.run("%%distributed\nif rank: dist.all_reduce(torch.ones(1))")
+    seen["new connections of all groups"] = beyond(lan)
+
+    assert seen == dict.fromkeys(seen, expected)
+    hung.check_failure("Deadlock", "rank 0")
+    assert (
+        "what GLOO and torch's store send is neither encrypted nor authenticated (5 ports on eth0, "
+        f"{lan.address('node1')}: 3, {lan.address('node2')}: 2; open to these hosts alone)"
+    ) in started[1]
+
+
+@by_ssh_alone
+def test_no_key_can_be_read_by_others(kernel: Kernel, lan: Hosts) -> None:
+    """It is in no command line and no environment, and its files are their owner's alone."""
+    key = engine_file(lan)["curve_serverkey"]
+    lines, variables, files = [], [], []
+    for name in lan.names:
+        for pid in lan.pids(name):
+            lines.append((lan.path(name, f"/proc/{pid}/cmdline")).read_bytes())
+            variables.append((lan.path(name, f"/proc/{pid}/environ")).read_bytes())
+        files += [
+            (path.name, path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o077)
+            for path in lan.path(name, "/tmp").glob("nbdist-*/**/*")
+            if path.is_file() and key.encode() in path.read_bytes()
+        ]
+
+    assert len(lines) > len(lan.names)
+    assert not [line for line in lines if key.encode() in line]
+    assert not [text for text in variables if key.encode() in text]
+    assert {mode for _, mode, _ in files} == {0o600}
+    assert {mode for *_, mode in files} == {0}
+    assert Counter(name for name, *_ in files)["engine.json"] == len(NODES)
+
+
+def engine_file(hosts: Hosts) -> dict[str, Any]:
+    """The controller's connection file for engines."""
+    (path,) = hosts.path("head", "/tmp").glob("nbdist-*/**/ipcontroller-*-engine.json")
+    connection: dict[str, Any] = json.loads(path.read_text())
+    return connection
+
+
+@by_ssh_alone
+def test_a_stranger_changes_nothing(kernel: Kernel, lan: Hosts) -> None:
+    """A scan, handshakes without and with a wrong key, and 1,000 messages to every kind of port."""
+    key, controller = engine_file(lan)["curve_serverkey"], targets(lan, "head")
+    check(kernel.run("%%distributed\nkept = rank"))
+    before, log = controller_memory(kernel), kernel.log
+    listened = {name: [e.rpartition(":")[2] for e in lan.listeners(name)] for name in lan.names}
+    attack = {
+        "addresses": {lan.address(n): [int(p) for p in listened[n]] for n in ("head", "node1")},
+        "controller": controller,
+        "password_free": [target for node in NODES for target in targets(lan, node)],
+        "server_key": key,
+    }
+    answer = lan.run(
+        STRANGER,
+        [sys.executable, "-m", "tests.support.attacks"],
+        cwd=ROOT,
+        input=json.dumps(attack),
+        timeout_s=120,
+    )
+    result = json.loads(answer.stdout)
+    after = kernel.run(
+        "%%distributed\n"
+        "total = torch.ones(1) * rank\n"
+        "dist.all_reduce(total, group=dist.new_group([0, 1, 2, 3]))\n"
+        "print(total.item(), kept - rank)"
+    )
+
+    assert result["open"][lan.address("head")] == sorted(port for _, port in controller)
+    assert result["open"][lan.address("node1")] == [22]
+    assert set(result["plain"]) == set(result["wrong key"]) == {"failed"}
+    assert "succeeded" in result["right key"]  # so a handshake would have been seen
+    open_to_all = {f"{address}:{port}" for address, port in controller}
+    assert {name for name, n in result["taken"].items() if n} == open_to_all
+    assert check(after) == "[0-3] 6.0 0"
+    assert kernel.log == log  # nothing is said of it
+    assert controller_memory(kernel) - before < MOST_GROWTH_BYTES
+
+
+def controller_memory(kernel: Kernel) -> int:
+    """Bytes of the controller, which has the notebook's network, and of its child."""
+    network = Path(f"/proc/{kernel.pid}/ns/net").readlink()
+    controllers = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(CONTROLLER_PROGRAM) in (process.info["cmdline"] or ())
+        and Path(f"/proc/{process.pid}/ns/net").readlink() == network
+    ]
+    assert controllers
+    return sum(process.memory_info().rss for process in controllers)
+
+
+@by_ssh_alone
+def test_ranks_of_a_host_that_is_cut_off_come_back_on_another(kernel: Kernel, lan: Hosts) -> None:
+    """Its ranks are told as unreachable; the others go on alone, then all four together.
+
+    Rank 0's process has the store. The sums: 2 + 3 over the pair, 0 + 1 + 2 + 3 over all.
+    """
+    kernel.run("session.grace_s = 10")
+    check(kernel.run("%%distributed\nkept = rank\npair = dist.new_group([2, 3])"))
+    total = "total = torch.ones(1) * rank\ndist.all_reduce(total{})\nprint(total.item(), {})"
+    lan.cut("node1")
+    try:
+        told = kernel.run("%%distributed\ndist.all_reduce(torch.ones(1))", START_S)
+        alone = check(kernel.run("%%rank [2-3]\n" + total.format(", group=pair", "kept - rank")))
+        check(kernel.run("%dist_restart", START_S))
+    finally:
+        lan.heal("node1")
+    together = check(kernel.run("%%distributed\n" + total.format("", "globals().get('kept')")))
+    place = "os.uname().nodename, os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE']"
+    places = check(kernel.run(f"%%distributed\nimport os\nprint({place})"))
+
+    assert told.status == "error"
+    assert "node1 cannot be reached" in told.visible
+    assert alone == "[2-3] 5.0 0"
+    assert together.splitlines() == ["[0-1] 6.0 None", "[2] 6.0 2", "[3] 6.0 3"]
+    assert places.splitlines() == [
+        f"[{rank}] node2 {local} 4" for rank, local in ((0, 2), (1, 3), (2, 0), (3, 1))
+    ]

@@ -21,7 +21,8 @@ from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLaun
 class OnHost(LocalEngineLauncher):
     def find_args(self):
         host = "node1" if int(self.identifier) % 2 else "node2"
-        variables = [f"{name}={value}" for name, value in self.get_env().items()]
+        env = {**self.get_env(), "NBDIST_PRELOAD": "0"}
+        variables = [f"{name}={value}" for name, value in env.items()]
         return ["ssh", host, shlex.join(["env", *variables, *super().find_args()])]
 
 
@@ -48,25 +49,12 @@ from nbdist.diagnostics import kernel as links
 from nbdist.diagnostics.view import topology as view
 from pathlib import Path
 
-session = nbdist.start(4, profile="twohosts", timeout_s=90)
+session = nbdist.start(3, profile="twohosts", timeout_s=90)
 result = session.run(
     "import os\\n"
     "x = torch.ones(1) * (rank + 1)\\n"
     "dist.all_reduce(x)\\n"
     "print(x.item(), local_rank, os.environ['GLOO_SOCKET_IFNAME'])"
-)
-model = session.run(
-    "model = accelerator.prepare(torch.nn.Linear(2, 2))\\n"
-    "model(torch.full((1, 2), rank + 1.0)).sum().backward()\\n"
-    "print(model.module.weight.grad.tolist())"
-)
-whole = session.strategy.switch("fsdp")
-hybrid = session.strategy.switch("fsdp", shard="hybrid")
-step = session.run(
-    "model.zero_grad()\\n"
-    "model(torch.full((1, 2), rank + 1.0)).sum().backward()\\n"
-    "weight = model.weight\\n"
-    "print(weight.grad.full_tensor().tolist(), weight.device_mesh['dp_shard'].mesh.tolist())"
 )
 seen = links.picture(session, session.strategy.current())
 networks = session.run("print(os.readlink('/proc/self/ns/net'))")
@@ -77,12 +65,7 @@ facts = {
     "engines": [place.engine_id for place in session.topology.ranks],
     "node_ranks": [place.node_rank for place in session.topology.ranks],
     "printed": [rank.text.strip() for rank in result.ranks],
-    "gradients": [rank.text.strip() for rank in model.ranks],
-    "notes": [whole.notes, hybrid.notes],
-    "mesh": str(hybrid.after.degrees),
-    "steps": [rank.text.strip() for rank in step.ranks],
     "chosen": [host.chosen for host in seen.hosts],
-    "crossing": {axis.axis: axis.crossing for axis in seen.axes},
     "picture": view(seen).text,
     "is_encrypted": [bool(json.loads(file.read_text())["curve_serverkey"]) for file in files],
     "pids": [place.pid for place in session.topology.ranks],
@@ -124,32 +107,17 @@ def facts() -> dict[str, Any]:
 def test_ranks_on_two_hosts(facts: dict[str, Any]) -> None:
     """Ranks are assigned by host, add up over the network, and open no port to all addresses."""
     assert facts["hosts"] == 2
-    assert facts["node_ranks"] == [0, 0, 1, 1]
-    assert sorted(facts["engines"]) == [0, 1, 2, 3]
-    assert [host == facts["networks"][0] for host in facts["networks"]] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert facts["printed"] == [f"10.0 {rank % 2} eth0" for rank in range(4)]
-    assert facts["gradients"] == ["[[2.5, 2.5], [2.5, 2.5]]"] * 4  # the mean of 1, 2, 3 and 4
+    node_ranks, networks = facts["node_ranks"], facts["networks"]
+    assert node_ranks in ([0, 0, 1], [0, 1, 1])  # whose engine registers first
+    assert sorted(facts["engines"]) == [0, 1, 2]
+    assert [*map(networks.index, networks)] == [*map(node_ranks.index, node_ranks)]
+    local_ranks = [node_ranks[:rank].count(node) for rank, node in enumerate(node_ranks)]
+    assert facts["printed"] == [f"6.0 {local_rank} eth0" for local_rank in local_ranks]
     assert facts["is_encrypted"] == [True]
     for sockets in facts["listeners"].values():
         ranks = set(sockets) - {"0.0.0.0:22", "[::]:22"}
         assert ranks
         assert not any(socket.startswith(("0.0.0.0:", "*:", "[::]:")) for socket in ranks)
-
-
-def test_hybrid_sharding_keeps_a_copy_on_each_host(facts: dict[str, Any]) -> None:
-    """Parameters are gathered within a host, the copies have one gradient; fsdp says it before."""
-    whole, hybrid = facts["notes"]
-    assert "--shard hybrid gathers them within a host, with 2 copies" in whole[-1]
-    assert not [note for note in hybrid if "over the network" in note]
-    assert "dp_replicate=2, dp_shard=2" in facts["mesh"]
-    mean = "[[2.5, 2.5], [2.5, 2.5]]"
-    assert facts["steps"] == [f"{mean} [0, 1]"] * 2 + [f"{mean} [2, 3]"] * 2
-    assert facts["crossing"] == {"dp_replicate": [[0, 2], [1, 3]], "dp_shard": []}
 
 
 def test_the_picture_names_the_interface_that_leads_somewhere(facts: dict[str, Any]) -> None:
