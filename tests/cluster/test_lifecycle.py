@@ -16,7 +16,7 @@ import pytest
 from nbdist.cluster.kernel.start import StartOptions
 from tests.support import processes
 from tests.support.kernel import Kernel
-from tests.support.ranks import session_of
+from tests.support.ranks import processes_under, session_of
 
 END_S = 5.0
 LOOPBACK = {"127.0.0.1", "::1"}
@@ -159,10 +159,18 @@ def test_a_busy_run_whose_guardian_was_killed_ends_with_its_kernel(
         assert torch_files() <= shm_before
 
 
-def test_a_kernel_that_is_killed_while_ranks_start_leaves_nothing(tmp_path: Path) -> None:
-    """A start that the kernel does not survive is cleaned up like a running one."""
+def test_a_start_that_is_interrupted_or_that_its_kernel_does_not_survive_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    """The stop button ends %dist_init within 5 s, and the next one works; so does a kill."""
     with kernel_in(tmp_path) as kernel:
         kernel.run("%load_ext nbdist")
+        handle = kernel.start("%dist_init -n 2")
+        kernel.wait_output(handle, "waiting for the controller")
+        kernel.interrupt()
+        cell = kernel.finish(handle, END_S)
+        remaining = processes_under(tmp_path)
+        again = kernel.run("%dist_init -n 1\n%dist_shutdown")
         handle = kernel.start("%dist_init -n 2")
         kernel.wait_output(handle, "waiting for the controller")
         base = tmp_path / "tmp" / f"nbdist-{os.getuid()}"
@@ -172,6 +180,10 @@ def test_a_kernel_that_is_killed_while_ranks_start_leaves_nothing(tmp_path: Path
         ]
         kernel.kill()
 
+        assert cell.failure.ename == "KeyboardInterrupt"
+        assert "everything it began was ended" in cell.failure.evalue
+        assert remaining == []
+        assert again.status == "ok", again.visible
         assert len(everything) >= 4
         assert processes.wait_gone(everything, END_S) == []
         assert processes.processes_of_run(str(run_dir)) == []

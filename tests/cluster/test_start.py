@@ -28,7 +28,7 @@ from nbdist.notebook.session import start as start_session
 from nbdist.strategy.choose import StrategySpec
 from tests.support import processes
 from tests.support.gpus import Card, Driver, play, smi_text
-from tests.support.kernel import Kernel, notebook_env
+from tests.support.kernel import notebook_env
 from tests.support.ranks import processes_under, session_of, silent
 
 CARDS = (Card("GPU-11111111-aaaa"), Card("GPU-22222222-bbbb"))
@@ -363,24 +363,6 @@ def test_an_interrupt_between_two_engines_leaves_nothing(
 
     assert processes_under(runs) == []
     assert not runs.exists()
-
-
-def test_an_interrupted_dist_init_says_so_and_can_be_repeated(tmp_path: Path) -> None:
-    """The stop button during %dist_init ends it within 5 s, and the next one works."""
-    (tmp_path / "tmp").mkdir()
-    with Kernel(env={"TMPDIR": str(tmp_path / "tmp")}) as kernel:
-        kernel.run("%load_ext nbdist")
-        handle = kernel.start("%dist_init -n 2")
-        kernel.wait_output(handle, "waiting for the controller")
-        kernel.interrupt()
-        cell = kernel.finish(handle, 5)
-        remaining = processes_under(tmp_path)
-        again = kernel.run("%dist_init -n 1\n%dist_shutdown")
-
-    assert cell.failure.ename == "KeyboardInterrupt"
-    assert "everything it began was ended" in cell.failure.evalue
-    assert remaining == []
-    assert again.status == "ok", again.visible
 
 
 # Versions, systems, memory.
