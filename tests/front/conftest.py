@@ -67,9 +67,9 @@ def shared_folder() -> Iterator[Path]:
 
 
 class Shared(Kernel):
-    """The kernel of all tests; whether it has ranks, or those were of one test alone."""
+    """The kernel of all tests; whether it has ranks that are as new."""
 
-    has_ranks = False
+    is_clear = False
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +90,6 @@ def _sessions_kernel(shared_folder: Path) -> Iterator[Shared]:
 def _shared_kernel(_sessions_kernel: Shared) -> Shared:
     """One for all files, with nothing in it of the files before."""
     clear(_sessions_kernel)
-    _sessions_kernel.has_ranks = True
     return _sessions_kernel
 
 
@@ -99,9 +98,8 @@ def kernel(_shared_kernel: Shared) -> Kernel:
     """The shared kernel with ranks 0 and 1, idle; plain cells run in the notebook."""
     local = _shared_kernel.run("%dist_mode local")
     assert local.status == "ok", local.visible
-    if not _shared_kernel.has_ranks:
-        reset(_shared_kernel)
-        _shared_kernel.has_ranks = True
+    if not _shared_kernel.is_clear:
+        clear(_shared_kernel)
     return _shared_kernel
 
 
@@ -123,16 +121,6 @@ def impatient(kernel: Kernel) -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def mortal(kernel: Kernel) -> Iterator[Kernel]:
-    """The shared kernel for a test in which ranks end: they are started again afterwards."""
-    yield kernel
-    kernel.run("%dist_restart", START_TIMEOUT_S)
-    cell = kernel.run("%%distributed\npass")
-
-    assert cell.status == "ok", cell.visible
-
-
-@pytest.fixture
 def without_ranks(_shared_kernel: Shared) -> Iterator[Kernel]:
     """The shared kernel without ranks; what a test starts in it is ended."""
     with freed(_shared_kernel) as kernel:
@@ -140,12 +128,10 @@ def without_ranks(_shared_kernel: Shared) -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def fresh(_shared_kernel: Shared) -> Iterator[Kernel]:
-    """The shared kernel with new ranks, which later tests have as well."""
-    reset(_shared_kernel)
-    _shared_kernel.has_ranks = True
-    yield _shared_kernel
-    clear(_shared_kernel)
+def fresh(without_ranks: Kernel) -> Kernel:
+    """The shared kernel with new ranks for one test alone."""
+    start_ranks(without_ranks)
+    return without_ranks
 
 
 @pytest.fixture
@@ -160,7 +146,7 @@ def freed(shared: Shared) -> Iterator[Kernel]:
     """The shared kernel without ranks; what is started in it is ended."""
     for code in ("%dist_mode local", "%dist_shutdown"):
         shared.run(code)
-    shared.has_ranks = False
+    shared.is_clear = False
     yield shared
     shared.run("%dist_shutdown")
 
@@ -180,8 +166,9 @@ def reset(kernel: Kernel, options: str = "-n 2") -> None:
     assert cell.status == "ok", cell.visible
 
 
-def clear(kernel: Kernel) -> None:
+def clear(shared: Shared) -> None:
     """Let go of what cells have made; ranks that cannot be cleared are replaced."""
-    kernel.run("%dist_mode local")
-    if kernel.run(_CLEAR).plain != _CLEARED:
-        reset(kernel)
+    shared.run("%dist_mode local")
+    if shared.run(_CLEAR).plain != _CLEARED:
+        reset(shared)
+    shared.is_clear = True

@@ -15,7 +15,7 @@ from tests.support.cells import Handle
 from tests.support.kernel import Kernel
 from tests.support.terminal import environment
 
-LINES = 20_000
+LINES = 4000
 # Less than the heartbeats by which the controller alone would know of a lost rank, 30 s.
 RESTART_S = 25.0
 # Both ranks say the same in most lines, and each something of its own in some.
@@ -248,37 +248,6 @@ def test_a_rank_that_died_meanwhile_comes_back(desk: Desk) -> None:
     assert "[0-1] begun\n[0] True\n[1] False\n" in again.visible
 
 
-def test_a_restart_of_the_kernel_does_not_interrupt_the_cell(desk: Desk) -> None:
-    """Jupyter interrupts a busy kernel before it ends it: the ranks go on all the same."""
-    desk.first.wait_output(desk.first.start(WAITS + "print('to the end')"), "begun")
-    desk.first.restart()
-    desk.go.touch()
-
-    assert "[0-1] begun\n[0-1] to the end\n" in ok(desk.second, "%dist_attach")
-    ok(desk.first, "%load_ext nbdist")
-
-
-def test_ranks_are_let_go_of_and_held_again(desk: Desk) -> None:
-    """Within one kernel, which then has none; a kernel that ends in order keeps them too."""
-    detached = ok(desk.first, "%dist_detach 5m")
-    none = desk.first.run("%%distributed\npass")
-    missing = desk.first.run("%dist_detach")
-    attached = ok(desk.first, "%dist_attach")
-    desk.first.shutdown()
-    desk.close()
-    again = ok(desk.second, "%dist_attach")
-
-    assert detached.startswith("ranks 0-1 are kept for 5 min. %dist_attach in any notebook")
-    assert none.error is not None
-    assert none.error.ename == "NotRunning"
-    assert "has let go of its ranks, and %dist_attach holds them again" in none.error.evalue
-    assert missing.error is not None
-    assert missing.error.ename == "NotRunning"
-    assert "attached in" in attached
-    assert "attached in" in again
-    assert "[0] 0\n[1] 1\n" in ok(desk.second, "%%distributed\nprint(rank)")
-
-
 # Takes no interrupt until a file is there.
 STUCK = """%%rank [0]
 import pathlib, time
@@ -315,6 +284,37 @@ def test_ranks_that_run_different_cells_count_as_busy_with_theirs(desk: Desk) ->
     assert "stuck" not in attached.visible
     assert busy.error is not None
     assert busy.error.ename == "RankBusy"
+
+
+def test_a_restart_of_the_kernel_does_not_interrupt_the_cell(desk: Desk) -> None:
+    """Jupyter interrupts a busy kernel before it ends it: the ranks go on all the same."""
+    desk.first.wait_output(desk.first.start(WAITS + "print('to the end')"), "begun")
+    desk.first.restart()
+    desk.go.touch()
+
+    assert "[0-1] begun\n[0-1] to the end\n" in ok(desk.second, "%dist_attach")
+    ok(desk.first, "%load_ext nbdist")
+
+
+def test_ranks_are_let_go_of_and_held_again(desk: Desk) -> None:
+    """Within one kernel, which then has none; a kernel that ends in order keeps them too."""
+    detached = ok(desk.first, "%dist_detach 5m")
+    none = desk.first.run("%%distributed\npass")
+    missing = desk.first.run("%dist_detach")
+    attached = ok(desk.first, "%dist_attach")
+    desk.first.shutdown()
+    desk.close()
+    again = ok(desk.second, "%dist_attach")
+
+    assert detached.startswith("ranks 0-1 are kept for 5 min. %dist_attach in any notebook")
+    assert none.error is not None
+    assert none.error.ename == "NotRunning"
+    assert "has let go of its ranks, and %dist_attach holds them again" in none.error.evalue
+    assert missing.error is not None
+    assert missing.error.ename == "NotRunning"
+    assert "attached in" in attached
+    assert "attached in" in again
+    assert "[0] 0\n[1] 1\n" in ok(desk.second, "%%distributed\nprint(rank)")
 
 
 def test_a_save_beside_training_ends_before_the_ranks_are_let_go_of(kept: Kernel) -> None:

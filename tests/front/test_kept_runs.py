@@ -21,6 +21,8 @@ from tests.support.ranks import until
 from tests.support.terminal import TIMEOUT_S, begun, environment, nbdist
 
 MODEL = "%%distributed\nmodel = accelerator.prepare(torch.nn.Linear(2, 2))"
+# More than the 500 that are shown.
+N_LINES = 700
 # Prints, and then waits at a line that the test decides on: a file that appears.
 WAITS = """%%distributed
 import pathlib, time
@@ -121,11 +123,11 @@ def test_the_newest_cell_is_listed_and_its_text_shown(
     """While the notebook holds the run and the cell runs; nothing of either is disturbed."""
     start(first)
     name = only_run(folder).name
-    running = first.start(WAITS.format(lines=3000))
+    running = first.start(WAITS.format(lines=N_LINES))
     first.wait_output(running, "more than 500 lines")
     listed = nbdist("status", folder=folder)
     # The notebook shows 500 lines of them, and the ranks may still print the others.
-    last = lines_of(3000)[-1]
+    last = lines_of(N_LINES)[-1]
     assert until(lambda: last in nbdist("logs", folder=folder).stdout.splitlines(), TIMEOUT_S)
     logs = nbdist("logs", folder=folder)
     go.touch()
@@ -135,7 +137,7 @@ def test_the_newest_cell_is_listed_and_its_text_shown(
     assert f"{name}  held by kernel {first.pid}" in listed.stdout
     assert re.search(cell, listed.stdout, re.MULTILINE), listed.stdout
     assert logs.returncode == 0, logs.stderr
-    assert logs.stdout.splitlines() == lines_of(3000)
+    assert logs.stdout.splitlines() == lines_of(N_LINES)
     assert re.fullmatch(rf"{name}, cell \[\d+\] on ranks 0-1: import pathlib, time\n", logs.stderr)
     assert ended.status == "ok", ended.visible
 
@@ -144,7 +146,7 @@ def test_a_terminal_follows_cells_until_it_leaves(first: Kernel, folder: Path, g
     """attach: the end of what was said, then all of it live; logs: all. The ranks go on."""
     start(first)
     name = only_run(folder).name
-    running = first.start(WAITS.format(lines=3000))
+    running = first.start(WAITS.format(lines=N_LINES))
     first.wait_output(running, "more than 500 lines")
     with begun("attach", folder=folder) as attached, begun("logs", "-f", folder=folder) as follows:
         assert attached.stdout is not None
@@ -167,11 +169,11 @@ def test_a_terminal_follows_cells_until_it_leaves(first: Kernel, folder: Path, g
             process.send_signal(signal.SIGINT)
         said = [process.communicate(timeout=TIMEOUT_S) for process in (attached, follows)]
 
-    assert [line.rstrip("\n") for line in begin] == [lines_of(3000)[-500], "[0] step 0 0"]
-    assert rest == [*lines_of(3000)[-499:], "[0-1] past"]
-    assert whole == [*lines_of(3000)[1:], "[0-1] past"]
+    assert [line.rstrip("\n") for line in begin] == [lines_of(N_LINES)[-500], "[0] step 0 0"]
+    assert rest == [*lines_of(N_LINES)[-499:], "[0-1] past"]
+    assert whole == [*lines_of(N_LINES)[1:], "[0-1] past"]
     assert [process.returncode for process in (attached, follows)] == [0, 0]
-    assert "... 2,530 lines before these; `nbdist logs` shows all\n" in problems[0]
+    assert "... 207 lines before these; `nbdist logs` shows all\n" in problems[0]
     assert said == [(f"\n{name} goes on\n", "")] * 2
     assert "[0] 0\n[1] 1" in ok(first, "%%distributed\nrank")
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.front.test_variables import RAISING, left, run_of
 from tests.support import processes
 from tests.support.kernel import Kernel
+from tests.support.ranks import until
 
 _MISTAKES = {
     "%dist_monitor --seconds 0": "0 is not above 0",
@@ -152,16 +154,21 @@ def test_stored_outputs_are_alike(kernel: Kernel) -> None:
     assert "http://127.0.0.1:#/metrics" in address.plain[-1]
 
 
-def test_nothing_is_left_of_it_when_the_kernel_is_killed(bare_kernel: Kernel) -> None:
-    """Port, token and ranks end with it."""
+def test_nothing_is_left_when_the_kernel_is_killed(bare_kernel: Kernel, tmp_path: Path) -> None:
+    """Port, token and ranks end with it, and what is on its way to them in shared memory."""
     bare_kernel.run("%load_ext nbdist\n%dist_init -n 1", 60.0)
     _, port, token_path = served(bare_kernel.run("%dist_monitor --prometheus 0").plain[-1])
-    is_open_before = is_open(port)
+    run = run_of(bare_kernel)
+    bare_kernel.run(RAISING)
+    bare_kernel.start("%dist_push stuck")
+    assert until((tmp_path / "reached").exists, 20)
+    on_the_way, is_open_before = left(run), is_open(port)
     everybody = [psutil.Process(bare_kernel.pid), *processes.descendants(bare_kernel.pid)]
     bare_kernel.kill()
-    left = processes.wait_gone(everybody, 10.0)
 
+    assert len(on_the_way) == 1
     assert is_open_before
-    assert left == []
+    assert processes.wait_gone(everybody, 10.0) == []
     assert not is_open(port)
     assert not token_path.exists()
+    assert until(lambda: not left(run), 20)

@@ -173,27 +173,27 @@ def test_ranks_start_with_a_strategy(without_ranks: Kernel) -> None:
     assert python.plain == ["'zero1'"]
 
 
-def test_after_a_restart_a_switch_builds_on_all_ranks(mortal: Kernel) -> None:
+def test_after_a_restart_a_switch_builds_on_all_ranks(fresh: Kernel) -> None:
     """Where the cells were run again on all ranks; a model that one built alone is refused."""
-    assert mortal.run("%dist_restart 1", 60).status == "ok"
-    pid = mortal.run("%%rank [1]\nimport os\nprint(os.getpid())").text.split()[-1]
-    status = mortal.run("%dist_status")
-    mortal.run(_MODEL)
-    steps = [mortal.run(_STEPS)]
+    assert fresh.run("%dist_restart 1", 60).status == "ok"
+    pid = fresh.run("%%rank [1]\nimport os\nprint(os.getpid())").text.split()[-1]
+    status = fresh.run("%dist_status")
+    fresh.run(_MODEL)
+    steps = [fresh.run(_STEPS)]
     for name in ("fsdp", "ddp"):
-        assert mortal.run(f"%dist_strategy {name}").status == "ok"
-        steps.append(mortal.run(_STEPS))
+        assert fresh.run(f"%dist_strategy {name}").status == "ok"
+        steps.append(fresh.run(_STEPS))
 
     assert all(cell.status == "ok" for cell in steps), steps[-1].visible
     assert len({cell.text for cell in steps}) == 3
     assert pid in status.plain[0]
 
-    mortal.run("%dist_restart 1", 60)
-    alone = mortal.run(_MODEL.replace("%%distributed", "%%rank [1]"))
-    refused = mortal.run("%dist_strategy fsdp")
-    mortal.run(_MODEL)  # on all ranks: its own is gone
-    switched = mortal.run("%dist_strategy single")
-    mortal.run("%dist_strategy ddp")
+    fresh.run("%dist_restart 1", 60)
+    alone = fresh.run(_MODEL.replace("%%distributed", "%%rank [1]"))
+    refused = fresh.run("%dist_strategy fsdp")
+    fresh.run(_MODEL)  # on all ranks: its own is gone
+    switched = fresh.run("%dist_strategy single")
+    fresh.run("%dist_strategy ddp")
 
     assert alone.status == "ok", alone.visible
     assert "built its model alone" in refused.visible

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.front.conftest import start_ranks
+from tests.front.conftest import START_TIMEOUT_S, Shared
 from tests.support.kernel import Kernel
 from tests.support.ranks import until
+from tests.support.terminal import environment
 
 _HAS_TORCH = "import sys; 'torch' in sys.modules"
 _NAMES = "sorted(name for name in dir() if not name.startswith('_'))"
 # What can be pickled, and cannot be made anew: everywhere, or on rank 1 alone.
-_RAISING = """
+RAISING = """
 import numpy as np
 class Raising:
     def __init__(self, code): self.code = code
@@ -33,12 +34,16 @@ split = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
 
 
 @pytest.fixture(scope="module")
-def torch_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """Ranks 0 and 1 of a notebook that has imported torch."""
-    with Kernel(cwd=tmp_path_factory.mktemp("torch")) as kernel:
-        start_ranks(kernel)
-        kernel.run("import torch")
+def torch_kernel(_shared_kernel: Shared, shared_folder: Path) -> Iterator[Kernel]:
+    """A notebook that has imported torch and attached to the shared kernel's ranks."""
+    _shared_kernel.run("%dist_detach 10m")
+    _shared_kernel.is_clear = False
+    with Kernel(cwd=shared_folder, env=environment(shared_folder)) as kernel:
+        for code in ("%load_ext nbdist", "%dist_attach", "import torch"):
+            cell = kernel.run(code, START_TIMEOUT_S)
+            assert cell.status == "ok", cell.visible
         yield kernel
+        kernel.run("%dist_shutdown")
 
 
 def run_of(kernel: Kernel) -> str:
@@ -131,67 +136,6 @@ def test_pulling_binds_nothing_else(kernel: Kernel) -> None:
     assert kernel.run(_NAMES).plain[0] == before
 
 
-def test_each_ranks_copy_of_a_large_tensor_is_its_own(torch_kernel: Kernel) -> None:
-    """20 MB to both ranks and back: what a rank writes, nobody else sees; no file is left."""
-    kernel = torch_kernel
-    kernel.run("big = torch.arange(5_000_000, dtype=torch.float32); own = big")
-    pushed = kernel.run("%dist_push big")
-    kernel.run("%%rank [1]\nbig[:10] = -1")
-    there = kernel.run("%%distributed\nbig[9].item(), big[-1].item(), big.is_contiguous()")
-    pulled = kernel.run("%dist_pull big")
-    seen = kernel.run(
-        "torch.equal(big[0], own), torch.equal(big[1][10:], own[10:]), set(big[1][:10].tolist())"
-    )
-    kernel.run("big[0].zero_()")
-    after = kernel.run("%%distributed\nbig[-1].item()")
-    kernel.run("del big, own")
-    kernel.run("%%distributed\ndel big")
-
-    assert pushed.plain == ["big to ranks 0-1: tensor float32 (5000000,)"]
-    assert there.text == "[0] (9.0, 4999999.0, True)\n[1] (-1.0, 4999999.0, True)\n"
-    assert pulled.plain == ["big from ranks 0-1: list of 2 tensors float32 (5000000,)"]
-    assert seen.plain == ["(True, True, {-1.0})"]
-    assert after.text == "[0-1] 4999999.0\n"
-    assert left(run_of(kernel)) == []
-
-
-def test_a_dtensor_comes_as_a_part_or_whole(torch_kernel: Kernel) -> None:
-    """The part with a remark; gathered on request, from one rank too."""
-    kernel = torch_kernel
-    kernel.run(f"{_SPLIT}holder = {{'w': torch.nn.Parameter(split), 'plain': rank}}")
-    part = kernel.run("%dist_pull split")
-    parts = kernel.run("[one.tolist() for one in split]")
-    whole = kernel.run("%dist_pull split holder --whole --ranks 1")
-    seen = kernel.run("split.tolist(), holder['w'].tolist(), holder['plain'], type(split).__name__")
-    after = kernel.run("%%distributed\nsplit.full_tensor().sum().item()")
-
-    assert "".join(part.plain) == (
-        "split from ranks 0-1: list of 2 tensors float32 (2, 2)\n"
-        "DTensors arrive as each rank's local part; --whole gathers them"
-    )
-    assert parts.plain == ["[[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]"]
-    assert whole.plain == [
-        "split from rank 1: tensor float32 (4, 2)\nholder from rank 1: dict of 2"
-    ]
-    rows = "[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]"
-    assert seen.plain[0].replace("\n", "") == f"({rows}, {rows}, 1, 'Tensor')"
-    assert after.text == "[0-1] 28.0\n"
-
-
-def test_a_rank_that_cannot_gather_keeps_nobody_waiting(torch_kernel: Kernel) -> None:
-    """The others are freed, its error is told, and collectives work again."""
-    kernel = torch_kernel
-    kernel.run(f"{_SPLIT}import threading\nmixed = split if rank == 0 else threading.Lock()")
-    name, message = error_of(kernel, "%dist_pull mixed --whole")
-    after = kernel.run("%%distributed\nsplit.full_tensor().sum().item()")
-
-    assert name == "TransferError"
-    assert message.startswith("rank 1: mixed cannot be sent: TypeError: cannot pickle")
-    assert after.text.endswith("[0-1] 28.0\n")
-    assert kernel.run("'mixed' in dir()").plain == ["False"]
-    assert left(run_of(kernel)) == []
-
-
 _WRONG_NAMES = {
     "%dist_push a.b": "'a.b' is not a variable name",
     "%dist_push known_name --ranks 7": "rank 7 does not exist",
@@ -215,7 +159,7 @@ def test_a_name_that_is_wrong_is_told(kernel: Kernel) -> None:
 
 def test_what_cannot_be_sent_or_made_changes_nothing(kernel: Kernel) -> None:
     """On no rank, also where one of them could have made it; and the ranks go on."""
-    kernel.run(_RAISING)
+    kernel.run(RAISING)
     kernel.run("%%distributed\non_one = generator = 'old'")
     kernel.run("generator = (n for n in [1]); fine = 1")
     unsent = error_of(kernel, "%dist_push fine generator")
@@ -237,7 +181,7 @@ def test_what_cannot_be_sent_or_made_changes_nothing(kernel: Kernel) -> None:
 def test_what_ranks_cannot_send_or_the_notebook_cannot_make_binds_nothing(kernel: Kernel) -> None:
     """The notebook's old value stays."""
     kernel.run("raising = lock = module = 'old'")
-    kernel.run(f"%%distributed\nimport threading\n{_RAISING}\nlock = threading.Lock()")
+    kernel.run(f"%%distributed\nimport threading\n{RAISING}\nlock = threading.Lock()")
     kernel.run("%%distributed\nraising = Raising('1 / 0'); module = torch.nn.Linear(1, 1)")
     unsent = error_of(kernel, "%dist_pull lock")
     unmade = error_of(kernel, "%dist_pull raising")
@@ -334,7 +278,7 @@ def test_an_interrupt_leaves_no_file_and_the_ranks_idle(
     kernel: Kernel, shared_folder: Path
 ) -> None:
     """While a rank makes the value, its bytes lie in /dev/shm."""
-    kernel.run(_RAISING)
+    kernel.run(RAISING)
     run = run_of(kernel)
     kernel.run("%%distributed\nstuck = 'old'")
     handle = kernel.start("%dist_push stuck")
@@ -350,15 +294,62 @@ def test_an_interrupt_leaves_no_file_and_the_ranks_idle(
     assert printed.text == "[0-1] 'old'\n"
 
 
-def test_a_killed_kernel_leaves_nothing_in_shared_memory(torch_kernel: Kernel) -> None:
-    """The guardian removes what was on its way. The last test of this file: its kernel ends."""
-    folder = Path(torch_kernel.run("import os; print(os.getcwd())").text.strip())
-    torch_kernel.run(_RAISING)
-    run = run_of(torch_kernel)
-    torch_kernel.start("%dist_push stuck")
-    assert until((folder / "reached").exists, 20)
-    before = left(run)
-    torch_kernel.shutdown(now=True)
-    assert until(lambda: not left(run), 20)
+def test_each_ranks_copy_of_a_large_tensor_is_its_own(torch_kernel: Kernel) -> None:
+    """20 MB to both ranks and back: what a rank writes, nobody else sees; no file is left."""
+    kernel = torch_kernel
+    kernel.run("big = torch.arange(5_000_000, dtype=torch.float32); own = big")
+    pushed = kernel.run("%dist_push big")
+    kernel.run("%%rank [1]\nbig[:10] = -1")
+    there = kernel.run("%%distributed\nbig[9].item(), big[-1].item(), big.is_contiguous()")
+    pulled = kernel.run("%dist_pull big")
+    seen = kernel.run(
+        "torch.equal(big[0], own), torch.equal(big[1][10:], own[10:]), set(big[1][:10].tolist())"
+    )
+    kernel.run("big[0].zero_()")
+    after = kernel.run("%%distributed\nbig[-1].item()")
+    kernel.run("del big, own")
+    kernel.run("%%distributed\ndel big")
 
-    assert len(before) == 1
+    assert pushed.plain == ["big to ranks 0-1: tensor float32 (5000000,)"]
+    assert there.text == "[0] (9.0, 4999999.0, True)\n[1] (-1.0, 4999999.0, True)\n"
+    assert pulled.plain == ["big from ranks 0-1: list of 2 tensors float32 (5000000,)"]
+    assert seen.plain == ["(True, True, {-1.0})"]
+    assert after.text == "[0-1] 4999999.0\n"
+    assert left(run_of(kernel)) == []
+
+
+def test_a_dtensor_comes_as_a_part_or_whole(torch_kernel: Kernel) -> None:
+    """The part with a remark; gathered on request, from one rank too."""
+    kernel = torch_kernel
+    kernel.run(f"{_SPLIT}holder = {{'w': torch.nn.Parameter(split), 'plain': rank}}")
+    part = kernel.run("%dist_pull split")
+    parts = kernel.run("[one.tolist() for one in split]")
+    whole = kernel.run("%dist_pull split holder --whole --ranks 1")
+    seen = kernel.run("split.tolist(), holder['w'].tolist(), holder['plain'], type(split).__name__")
+    after = kernel.run("%%distributed\nsplit.full_tensor().sum().item()")
+
+    assert "".join(part.plain) == (
+        "split from ranks 0-1: list of 2 tensors float32 (2, 2)\n"
+        "DTensors arrive as each rank's local part; --whole gathers them"
+    )
+    assert parts.plain == ["[[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]"]
+    assert whole.plain == [
+        "split from rank 1: tensor float32 (4, 2)\nholder from rank 1: dict of 2"
+    ]
+    rows = "[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]"
+    assert seen.plain[0].replace("\n", "") == f"({rows}, {rows}, 1, 'Tensor')"
+    assert after.text == "[0-1] 28.0\n"
+
+
+def test_a_rank_that_cannot_gather_keeps_nobody_waiting(torch_kernel: Kernel) -> None:
+    """The others are freed, its error is told, and collectives work again."""
+    kernel = torch_kernel
+    kernel.run(f"{_SPLIT}import threading\nmixed = split if rank == 0 else threading.Lock()")
+    name, message = error_of(kernel, "%dist_pull mixed --whole")
+    after = kernel.run("%%distributed\nsplit.full_tensor().sum().item()")
+
+    assert name == "TransferError"
+    assert message.startswith("rank 1: mixed cannot be sent: TypeError: cannot pickle")
+    assert after.text.endswith("[0-1] 28.0\n")
+    assert kernel.run("'mixed' in dir()").plain == ["False"]
+    assert left(run_of(kernel)) == []
