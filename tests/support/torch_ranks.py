@@ -45,6 +45,9 @@ _OF_LIBRARIES = (
     "peft",
 )
 IMPORTED = (
+    "nbdist.engine.join",
+    "nbdist.hang.rank.process_groups",
+    "nbdist.hang.rank.reset_models",
     "nbdist.parallel.accelerator.accelerator",
     "nbdist.parallel.reshard.sync_model",
     "nbdist.switch.rank.switch",
