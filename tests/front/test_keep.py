@@ -151,7 +151,7 @@ def test_training_goes_on_under_its_strategy(desk: Desk) -> None:
 
     assert attached.status == "ok", attached.visible
     assert next_losses not in attached.visible  # of a cell whose end was shown
-    assert "fsdp" in strategy
+    assert strategy.startswith("strategy: fsdp, dp 2\n")
     assert losses != next_losses == ok(desk.second, _STEPS)
     ok(desk.second, "%dist_strategy ddp")
     ok(desk.second, "%dist_load one")
