@@ -15,7 +15,8 @@ from tests.support.cells import Handle
 from tests.support.kernel import Kernel
 from tests.support.terminal import environment
 
-LINES = 4000
+# So many that they come in many messages.
+LINES = 20_000
 # Less than the heartbeats by which the controller alone would know of a lost rank, 30 s.
 RESTART_S = 25.0
 # Both ranks say the same in most lines, and each something of its own in some.
