@@ -59,7 +59,9 @@ NAMES = {
     ),
     "torch._C._distributed_c10d": ("_dump_fr_trace", "_register_work"),
     "torch.ops._c10d_functional:wait_tensor": (),
-    "torch.nn.parallel:DistributedDataParallel": ("_get_ddp_logging_data",),
+    "torch.nn.parallel:DistributedDataParallel": (
+        "_get_ddp_logging_data", "_ddp_params_and_buffers_to_ignore",
+    ),
     "torch._C._distributed_c10d:Reducer": ("_reset_state",),
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     "torch.distributed._composable_state": ("_module_state_mapping",),

@@ -66,6 +66,7 @@ def text(setting: Setting) -> str | Refusal:
     options = choice.options
     reasons = {
         "transformers has no such strategy": choice.name not in ("fsdp", "tp", "pp"),
+        "transformers shares experts among ranks that have the same tokens": degrees.ep > 1,
         "transformers has pipelines, and no FSDP or copies beside them": degrees.pp > 1
         and degrees.dp > 1,
         "transformers keeps gathered parameters by a model's own plan alone": options.shard

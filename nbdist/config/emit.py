@@ -262,6 +262,7 @@ def _refusal(choice: Strategy) -> str:
     degrees, name = choice.degrees, choice.name
     reasons = (
         (name == "pp", "Accelerate does not support torch's pipelines"),
+        (degrees.ep > 1, "Accelerate does not share experts between ranks"),
         (name in ("cp", "ulysses"), _NO_SEQUENCES),
         (
             name == "zero1",

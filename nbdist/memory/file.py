@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import pickle
 import re
 import secrets
@@ -83,20 +82,17 @@ def _content(path: Path) -> bytes:
     most = safe_pickle.MOST_BYTES
     try:
         with path.open("rb") as file:
-            data, n_bytes = b"", os.fstat(file.fileno()).st_size
-            if n_bytes <= most:
-                is_packed = file.read(len(_GZIP)) == _GZIP
-                file.seek(0)
-                with gzip.GzipFile(fileobj=file) if is_packed else file as unpacked:
-                    data = unpacked.read(most + 1)
-                n_bytes = len(data)
+            is_packed = file.read(len(_GZIP)) == _GZIP
+            file.seek(0)
+            with gzip.GzipFile(fileobj=file) if is_packed else file as unpacked:
+                data = unpacked.read(most + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise safe_pickle.Refused(f"is cut off or damaged ({error})") from None
     except OSError as error:
         raise safe_pickle.Refused(f"cannot be read: {error.strerror or error}") from None
-    if n_bytes > most:
+    if len(data) > most:
         raise safe_pickle.Refused(
-            f"is too large: {size(n_bytes)} or more, and the limit is "
+            f"is too large: {size(max(len(data), path.stat().st_size))} or more, and the limit is "
             f"{size(most)}. Record fewer steps, or use --no-stacks"
         )
     return data

@@ -87,10 +87,11 @@ def _find() -> tuple[NamedModel, ...]:
         if model.degrees.product > 1
         and not any(id(module) in replicas for module in model.outer.modules())
     ]
+    with_experts = {id(m.outer) for m in registry.prepared() if m.degrees.ep > 1}
     outermost = [*split, *shards]
     inner = {id(child) for m in outermost for child in m.modules() if child is not m}
     roots = {id(m): m for m in outermost if id(m) not in inner}
-    pairs = [(m, False) for m in ddps] + [(m, True) for m in roots.values()]
+    pairs = [(m, id(m) in with_experts) for m in ddps] + [(m, True) for m in roots.values()]
     variable_names = variables()
     titles = names([module for module, _ in pairs], variable_names)
     models = [

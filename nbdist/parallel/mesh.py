@@ -21,12 +21,15 @@ class ParallelMesh:
         degrees: How many ranks lie along each axis.
         coordinate: Where this rank is along each axis.
         mesh: The mesh with the axes that count; None where every rank is by itself.
+        expert_mesh: The same ranks with those that see different data as edp x ep: along ep they
+            share the experts, along edp they have the same ones. None without ep.
     """
 
     degrees: Degrees
     rank: int
     coordinate: Degrees
     mesh: DeviceMesh | None
+    expert_mesh: DeviceMesh | None = None
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def submesh(self, *axes: str) -> DeviceMesh:
@@ -69,14 +72,23 @@ def build_mesh(choice: Strategy, device_type: str) -> ParallelMesh:
         return ParallelMesh(degrees, rank, degrees.coordinate(0), None)
     names = tuple(a for a in AXES if getattr(degrees, a) > 1) or ("dp_shard",)
     shape = tuple(getattr(degrees, axis) for axis in names)
+    mesh = _device_mesh(device_type, shape, names)
+    experts = None
+    if degrees.ep > 1:
+        copies = degrees.dp // degrees.ep
+        sizes = {"pp": degrees.pp, "edp": copies, "ep": degrees.ep, "tp": degrees.tp}
+        sizes = {name: size for name, size in sizes.items() if size > 1}
+        experts = _device_mesh(device_type, tuple(sizes.values()), tuple(sizes))
+    return ParallelMesh(degrees, rank, degrees.coordinate(rank), mesh, experts)
+
+
+def _device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     if shape == (dist.get_world_size(),):
         # Torch would make one more group of all ranks where they share a GPU, and a rank that
         # replaces another would wait for the rest in it.
         world: Any = dist.group.WORLD
-        mesh = DeviceMesh.from_group(world, device_type, mesh_dim_names=names)
-    else:
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return ParallelMesh(degrees, rank, degrees.coordinate(rank), mesh)
+        return DeviceMesh.from_group(world, device_type, mesh_dim_names=names)
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def _ranks_along(degrees: Degrees, axes: tuple[str, ...]) -> list[list[int]]:

@@ -182,9 +182,9 @@ def _refuse_sharded(model: torch.nn.Module, choice: Strategy) -> None:
             "fully_shard, FSDP, parallelize_module or transformers' distributed_config; "
             f"%dist_strategy shards it (the strategy is {choice.name} now)."
         )
-    degrees = choice.degrees
-    is_split = degrees.dp_shard * degrees.tp * degrees.pp > 1
-    if is_split and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+    if choice.degrees.is_split and any(
+        isinstance(m, DistributedDataParallel) for m in model.modules()
+    ):
         raise OptionError(
             f"{title} is in torch's DistributedDataParallel already, which does not go with "
             f"{choice.name}. Give prepare the model that is in it: its `.module`."

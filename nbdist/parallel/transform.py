@@ -64,6 +64,7 @@ class Transform:
 STEPS = {
     "pp": "pp.partition:STEP",
     "tp": "tp.tp:STEP",
+    "ep": "ep.ep:STEP",
     "options": "options:STEP",
     "fsdp": "dp.fsdp:STEP",
     "fsdp1": "dp.fsdp1:STEP",

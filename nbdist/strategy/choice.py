@@ -29,6 +29,8 @@ class Degrees:
         dp_shard: Ranks that see different data and share one copy of the model.
         cp: Ranks that share one sequence.
         tp: Ranks that share each layer.
+        ep: Ranks that share the experts of each layer. No axis: they are neighbours among the
+            ranks that see different data, and all else lies on these as without it.
     """
 
     pp: int = 1
@@ -36,6 +38,7 @@ class Degrees:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def product(self) -> int:
@@ -50,8 +53,19 @@ class Degrees:
     @property
     def by_word(self) -> dict[str, int]:
         """Those above 1, by the word that is typed for them, outermost first."""
-        counts = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        counts = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
         return {word: count for word, count in counts.items() if count > 1}
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold different parts of a model."""
+        return self.pp * self.dp_shard * self.tp * self.ep > 1
+
+    def ep_place(self, rank: int) -> tuple[int, int]:
+        """Which share of each layer's experts a rank has, and which of the copies of that share."""
+        place = self.coordinate(rank)
+        number = place.dp_replicate * self.dp_shard + place.dp_shard
+        return number % self.ep, number // self.ep
 
     def coordinate(self, rank: int) -> Degrees:
         """Where a rank is along each axis, from 0; all 0 where every rank is by itself."""
@@ -142,8 +156,10 @@ def rows_of(choice: Strategy) -> tuple[StrategyRow, ...]:
     # Copies that share nothing are ddp; only a plan makes them beside tp and pp.
     copies = degrees.dp_replicate if degrees.dp_shard == 1 else 1
     counts = {"pp": degrees.pp, "fsdp": degrees.dp // copies, "ddp": copies, "tp": degrees.tp}
-    used = [name for name, degree in counts.items() if degree > 1 and choice.name in MESHED]
-    return tuple(ROWS[name] for name in used or [choice.name])
+    is_meshed = choice.name in MESHED or degrees.ep > 1
+    used = [name for name, degree in counts.items() if degree > 1 and is_meshed]
+    experts = ["ep"] if degrees.ep > 1 else []
+    return tuple(ROWS[name] for name in (*(used or [choice.name]), *experts))
 
 
 def steps_of(choice: Strategy) -> tuple[str, ...]:
@@ -169,7 +185,9 @@ def label(choice: Strategy) -> str:
 def mesh_phrase(choice: Strategy) -> str:
     """The mesh in the words in which degrees are typed: `pp 2 x dp 2 x tp 2`; "" of one rank."""
     degrees = choice.degrees
-    mesh = " x ".join(f"{word} {count}" for word, count in degrees.by_word.items())
+    mesh = " x ".join(f"{word} {n}" for word, n in degrees.by_word.items() if word != "ep")
+    if degrees.ep > 1:
+        mesh += f" (experts over ep {degrees.ep})"
     if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
         mesh += f" ({degrees.dp_replicate} copies on {degrees.dp_shard} ranks each)"
     return mesh

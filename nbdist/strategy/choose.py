@@ -140,12 +140,16 @@ def _mesh(
     row: StrategyRow, counts: Mapping[str, int], copies: int | None, is_hybrid: bool
 ) -> Degrees:
     dp = counts.get("dp", 1)
-    split = {word: counts.get(word, 1) for word in ("pp", "cp", "tp")}
+    split = {word: counts.get(word, 1) for word in ("pp", "cp", "tp", "ep")}
     if row.name not in MESHED | {"fsdp1"}:
         if copies is not None:
             raise OptionError(f"--replicas goes with fsdp --shard hybrid, not with {row.name}.")
         axis = row.axis if row.axis.startswith("dp_") else "dp_replicate"
         return Degrees(**split, **{axis: dp})
+    if is_hybrid and split["ep"] > 1:
+        raise OptionError(
+            f"--shard hybrid and --ep {split['ep']} cannot be combined yet. Use --shard full."
+        )
     if is_hybrid:
         copies = replicas(copies, dp)
         return Degrees(**split, dp_replicate=copies, dp_shard=dp // copies)

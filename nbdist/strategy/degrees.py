@@ -26,12 +26,18 @@ _NEAREST = {
     ("ulysses", "tp"): "ulysses alone, or tp --sequence-parallel",
     ("ulysses", "pp"): "ulysses alone, or pp --dp {n}",
     ("single", "dp"): "ddp --dp {n}",
+    ("ddp", "ep"): "ep --ep {n}, which has ddp around it",
+    ("single", "ep"): "ep --ep {n}",
+    **{
+        (name, "ep"): "fsdp --ep {n}, or ep --ep {n}"
+        for name in ("fsdp1", "zero1", "deepspeed", "pp", "cp", "ulysses")
+    },
 }
 
 
 def name_for(typed: Mapping[str, int]) -> str:
     """The row of a mesh that was typed without a name."""
-    return next((word for word in ("pp", "tp", "cp") if typed.get(word, 1) > 1), "ddp")
+    return next((word for word in ("pp", "tp", "cp", "ep") if typed.get(word, 1) > 1), "ddp")
 
 
 def resolve(
@@ -42,7 +48,8 @@ def resolve(
     The degree that the name stands for takes all ranks that the typed ones leave; where it is
     typed itself, dp takes them, if the row has that. Of dp, tp, pp and cp any may be typed.
     `within` is the most ranks that lie on one host wherever they begin (hosts.within); of more,
-    tp and cp take so many, and dp, unless it is typed, takes the others.
+    tp and cp take so many, and dp, unless it is typed, takes the others. The degree of experts is
+    no factor of the product: it divides dp, of which it takes all where its row is named alone.
 
     Raises:
         OptionError: If the row does not take one of them, or they do not fit the ranks.
@@ -52,7 +59,8 @@ def resolve(
     for word, count in typed.items():
         if word not in words and count > 1:
             _refuse_degree(row, words, word, count)
-    typed = {word: count for word, count in typed.items() if word in words}
+    experts = typed.get("ep")
+    typed = {word: n for word, n in typed.items() if word in words and word != "ep"}
     if not words:
         return {}
     free = next((word for word in (own_word, "dp") if word in words and word not in typed), None)
@@ -67,7 +75,32 @@ def resolve(
         if inside > 1:
             degrees["dp"], degrees[free] = degrees[free] // inside, inside
     _check_own(row, own_word, degrees, world_size)
-    return degrees
+    shares = _experts(row, experts, degrees, within)
+    return degrees if shares == 1 else {**degrees, "ep": shares}
+
+
+def _experts(row: StrategyRow, typed: int | None, degrees: Mapping[str, int], within: int) -> int:
+    """Over how many of the ranks that see different data the experts lie; 1 for whole on each."""
+    dp = degrees.get("dp", 1)
+    if typed is None:
+        return (math.gcd(dp, within) if within > 1 else dp) if row.name == "ep" else 1
+    if typed == 1 and row.name == "ep":
+        raise OptionError(
+            f"--ep 1 leaves all experts on each rank, and ep would have no effect. Use ddp, or "
+            f"--ep {listed(divisors(dp)[1:], 'or')}."
+        )
+    if degrees.get("pp", 1) > 1 and typed > 1:
+        raise OptionError(
+            f"--ep {typed} and --pp {degrees['pp']} cannot be combined yet. Use ep, fsdp --ep "
+            f"{typed}, or pp without --ep, which keeps all experts of a stage on each of its ranks."
+        )
+    if dp % typed:
+        fitting = divisors(dp)[1:]
+        use = f"--ep {listed(fitting, 'or')}" if fitting else f"--dp {typed} with it"
+        raise OptionError(
+            f"--ep {typed} does not divide the {ranks(dp)} that see different data. Use {use}."
+        )
+    return typed
 
 
 def _check_own(

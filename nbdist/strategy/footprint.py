@@ -99,7 +99,10 @@ def held_formula(choice: Strategy) -> str:
         over = f"({over})" if len(axes) > 1 else over
         text = f"({text})" if axes and len(summands) > 1 else text
         shares.append(f"{text}/{over}" if axes else text)
-    return " + ".join(shares)
+    formula = " + ".join(shares)
+    # Under fsdp experts take what all else does: the ranks of a share split it once more.
+    has_whole = choice.degrees.ep > 1 and choice.degrees.dp_shard == 1
+    return f"{formula}, of experts ({formula})/ep" if has_whole else formula
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,12 @@ def wire_bytes(choice: Strategy, sent: SentBytes, message_bytes: float) -> float
 
 def sent_phrases(choice: Strategy) -> tuple[str, ...]:
     """What a rank sends, a phrase each: `all-gather parameters 2 x over dp`."""
-    per = {"activations": ", per block", "keys-values": ", per block", "boundary": ", per stage"}
+    per = {
+        "tokens": ", per layer",
+        "activations": ", per block",
+        "keys-values": ", per block",
+        "boundary": ", per stage",
+    }
     phrases = []
     for sent in sent_of(choice):
         times = f" {sent.times} x" if sent.times > 1 else ""

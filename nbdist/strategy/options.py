@@ -153,6 +153,7 @@ DEGREES: Mapping[str, str] = {
     "tp": "ranks that share each layer",
     "pp": "stages",
     "cp": "ranks that share each sequence",
+    "ep": "ranks, of those that see different data, that share the experts",
     "replicas": "copies of the model under --shard hybrid",
 }
 
@@ -162,6 +163,7 @@ DEGREE_LABELS: Mapping[str, str] = {
     "tp": "tensor parallel",
     "pp": "pipeline stages",
     "cp": "context parallel",
+    "ep": "expert parallel",
     "replicas": "replicas",
 }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 # What one rank does to a model, in this order; nbdist/parallel/transform.py has a function
 # for each.
 STEPS = (
-    "pp", "tp", "options", "fsdp", "fsdp1", "precision", "ddp", "zero1", "cp", "pipeline",
+    "pp", "tp", "ep", "options", "fsdp", "fsdp1", "precision", "ddp", "zero1", "cp", "pipeline",
     "deepspeed",
 )  # fmt: skip
 
@@ -28,7 +28,8 @@ class SentBytes:
         axes: The ranks that differ in these alone take part.
         call: The collective, a key of strategy.footprint.CALLS.
         what: parameters or gradients (of the model), activations or keys-values (of a block),
-            boundary (activations between stages).
+            tokens (the activations of one layer, once for each expert of a token), boundary
+            (activations between stages).
         times: How often.
     """
 
@@ -45,7 +46,7 @@ class StrategyRow:
     Attributes:
         axis: What the name alone spans: the axis on which all ranks lie; "" for `single`.
         takes: Degrees that can be typed beside it, besides its own.
-        splits: Axis -> what is split over it: HELD's words, batch, sequence.
+        splits: Axis -> what is split over it: HELD's words, experts, batch, sequence.
         steps: Its own steps, of STEPS.
         common: Steps that its options may add.
         sends: In a step of the optimizer.
@@ -104,7 +105,7 @@ _ROWS = (
         name="fsdp",
         title="fully sharded data parallel (FSDP2, torch's fully_shard)",
         axis="dp_shard",
-        takes=("tp", "pp"),
+        takes=("tp", "pp", "ep"),
         splits={"dp_shard": (*HELD, "batch"), "dp_replicate": ("batch",)},
         steps=("fsdp",),
         sends=_SHARDED,
@@ -164,7 +165,7 @@ _ROWS = (
         name="tp",
         title="tensor parallel: each layer is split",
         axis="tp",
-        takes=("dp", "pp"),
+        takes=("dp", "pp", "ep"),
         splits={"tp": HELD},
         steps=("tp",),
         sends=(SentBytes(("tp",), "all-reduce", "activations", 4),),
@@ -172,6 +173,18 @@ _ROWS = (
         "know",
         when="one layer is too large or too slow for a device, and the link is fast (one host)",
         source="https://arxiv.org/abs/1909.08053",
+    ),
+    StrategyRow(
+        name="ep",
+        title="expert parallel: each rank has some experts of each layer, and gets their tokens",
+        axis="dp_replicate",
+        takes=("ep",),
+        splits={"dp_replicate": ("batch",), "ep": ("experts",)},
+        steps=("ep",),
+        sends=(SentBytes(("ep",), "all-to-all", "tokens", 4),),
+        needs="a mixture of experts whose number can be divided by the degree",
+        when="most parameters are experts, and each token needs few of them",
+        source="https://arxiv.org/abs/2006.16668",
     ),
     StrategyRow(
         name="pp",
@@ -226,6 +239,8 @@ OTHER_NAMES: Mapping[str, str] = {
     "zero2": "deepspeed --stage 2, or fsdp --shard grad-op",
     "zero3": "deepspeed --stage 3, or fsdp",
     "sp": "tp --sequence-parallel, or cp",
+    "moe": "ep, or fsdp --ep 2",
+    "expert": "ep, or fsdp --ep 2",
     "ring": "cp",
     "2d": "fsdp --tp 2",
     "3d": "pp --dp 2 --tp 2",

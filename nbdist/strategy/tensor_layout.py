@@ -23,7 +23,7 @@ Cuts = tuple[tuple[int, int, int], ...]
 class TensorLayout:
     """How one parameter or buffer lies on the ranks of a mesh.
 
-    First the stages, then tp splits, then dp_shard splits what tp has left. A split is
+    First the stages, then tp and ep split, then dp_shard splits what they have left. A split is
     torch.chunk's: pieces of ceil(n / degree), the last ones shorter or empty.
 
     Attributes:
@@ -33,6 +33,8 @@ class TensorLayout:
         tp_parts: How many parts of equal length lie side by side in tp_dim, each split for
             itself: 3 where query, key and value are one weight.
         shard_dim: The dim that dp_shard splits; None if each rank along it has all of it.
+        ep_dim: The dim of experts, which ep splits. dp_shard then splits each share over the ranks
+            that have the same one.
         ranks: The only ranks that hold it (the optimizer's state under zero1); None for all
             that the axes name.
     """
@@ -42,6 +44,7 @@ class TensorLayout:
     tp_dim: int | None = None
     tp_parts: int = 1
     shard_dim: int | None = None
+    ep_dim: int | None = None
     ranks: frozenset[int] | None = None
 
 
@@ -92,9 +95,15 @@ def local_runs(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[Runs,
         start, stop = _chunk(size, degrees.tp, place.tp)
         parts = ((number * size + start, stop - start) for number in range(layout.tp_parts))
         dims[layout.tp_dim] = _join_runs(parts)
+    number, count = place.dp_shard, degrees.dp_shard
+    if layout.ep_dim is not None:
+        share, number = degrees.ep_place(rank)
+        count = degrees.dp // degrees.ep
+        start, stop = _chunk(layout.shape[layout.ep_dim], degrees.ep, share)
+        dims[layout.ep_dim] = _join_runs([(start, stop - start)])
     if layout.shard_dim is not None:
         runs = dims[layout.shard_dim]
-        start, stop = _chunk(_length(runs), degrees.dp_shard, place.dp_shard)
+        start, stop = _chunk(_length(runs), count, number)
         lengths = [length for _, length in runs]
         pieces = ((runs[i][0] + skip, n) for i, skip, n in _between(lengths, start, stop))
         dims[layout.shard_dim] = _join_runs(pieces)

@@ -59,7 +59,8 @@ def _splits(choice: Strategy) -> str:
     """What a row splits; the three things that a rank holds are one word together."""
     parts = [what for what in HELD if footprint.split_axes(choice, what)]
     labels = ["model"] if len(parts) == len(HELD) else parts
-    labels += [what for what in ("batch", "sequence") if footprint.split_axes(choice, what)]
+    others = ("experts", "batch", "sequence")
+    labels += [what for what in others if footprint.split_axes(choice, what)]
     return ", ".join(labels) or "nothing"
 
 

@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbconvert import HTMLExporter
 
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
@@ -491,9 +493,6 @@ def test_in_a_terminal_it_is_text() -> None:
 
 def test_a_page_made_of_it_shows_the_picture(panel: Kernel) -> None:
     """nbconvert's, of what a notebook stores; nothing in it hides the picture there."""
-    import nbformat  # late: both take seconds in each process that collects tests
-    from nbconvert import HTMLExporter
-
     outputs = panel.run("%dist_panel").outputs
     cell = nbformat.v4.new_code_cell(
         "%dist_panel", outputs=[nbformat.from_dict(output) for output in outputs]

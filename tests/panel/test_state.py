@@ -180,7 +180,7 @@ def test_the_fields_of_a_strategy_are_its_options(name: str) -> None:
     options = [row.word for row in OPTIONS.values() if name in takers(row)]
 
     assert words[len(words) - len(options) :] == options
-    assert set(words) - set(options) <= {"dp", "tp", "pp", "cp", "replicas"}
+    assert set(words) - set(options) <= {"dp", "tp", "pp", "cp", "ep", "replicas"}
 
 
 @pytest.mark.parametrize("name", ROWS)

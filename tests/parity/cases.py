@@ -21,7 +21,8 @@ DEEPSPEED = tuple(
         "3 --offload cpu",
     )
 )
-NAMES = tuple(name for name in ROWS if name != "deepspeed")
+# A row that needs experts has cases of its own.
+NAMES = tuple(name for name in ROWS if name not in {"deepspeed", "ep"})
 
 _PRECISIONS = tuple(Case(f"{name} --{half}") for name in NAMES for half in ("bf16", "fp16"))
 _KERNELS = ("--checkpoint 2 --sdpa math", "--fused --sdpa flash")
@@ -118,6 +119,22 @@ _MODELS_AT_FOUR = tuple(
     Case(typed, model) for model in _NAMES for typed in (*_FOUR, "tp", "pp", "cp")
 )
 
+# A mixture of experts of one's own, and one of transformers.
+_EXPERTS = tuple(
+    Case(typed, model)
+    for model in ("experts", "mixtral")
+    for typed in (
+        "ep",
+        "ep --accumulate 2 --checkpoint full",
+        "ep --bf16",
+        "fsdp --ep 2",
+        "fsdp --ep 2 --shard grad-op --accumulate 2",
+        "fsdp --ep 2 --fp16",
+        *("ddp", "zero1", "fsdp", "fsdp1", "tp", "pp", "cp"),
+    )
+    if (typed, model) != ("tp", "experts")  # tp knows none of its names
+)
+
 _ACCUMULATED = ("ddp", "fsdp", "pp")
 SHORT = {
     2: tuple(Case(f"{name} --accumulate 2" if name in _ACCUMULATED else name) for name in NAMES),
@@ -133,6 +150,13 @@ LONG = {
     (2, "options"): _COMMON,
     (2, "own options"): _OWN,
     (2, "models"): _MODELS,
+    (2, "experts"): _EXPERTS,
+    (4, "experts"): (
+        *_EXPERTS,
+        Case("ep --ep 2", "experts"),
+        Case("fsdp --ep 4", "mixtral"),
+        Case("fsdp --tp 2 --ep 2", "mixtral"),
+    ),
     (4, "rows"): tuple(map(Case, NAMES)),
     (4, "products"): _MORE_AT_FOUR,
     (4, "models"): _MODELS_AT_FOUR,

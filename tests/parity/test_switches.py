@@ -30,6 +30,12 @@ def test_adapters_go_through_every_strategy(tmp_path: Path, model: str, path: li
     _walk(tmp_path, 2, model, path, 280)
 
 
+@pytest.mark.timeout(300)
+def test_experts_go_from_rank_to_rank(tmp_path: Path) -> None:
+    """With their moments, from whole ones to shared ones and back."""
+    _walk(tmp_path, 2, "experts", ["ddp", "ep", "fsdp", "fsdp --ep 2", "pp", "ep", "zero1"], 280)
+
+
 @pytest.mark.parity  # switch/test_rank has every pair of a smaller model
 @pytest.mark.slow
 @pytest.mark.timeout(900)

@@ -50,7 +50,44 @@ COMMON = """
         return adapted(llama(2), "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj",
                        "lm_head", "embed_tokens", task_type="CAUSAL_LM")
 
-    MODELS = {"plain": plain, "llama": llama, "gpt2": gpt2, "lora": lora,
+    class Experts(nn.Module):
+        def __init__(self, width, count=8):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(count, width, 2 * width) * 0.2)
+            self.down = nn.Parameter(torch.randn(count, 2 * width, width) * 0.2)
+        def forward(self, x, which, weights):
+            out = torch.zeros_like(x)
+            for number in range(len(self.up)):
+                token, k = torch.where(which == number)
+                y = torch.tanh(x[token] @ self.up[number]) @ self.down[number]
+                out = out.index_add(0, token, (y * weights[token, k, None]).to(out.dtype))
+            return out
+
+    class Mixture(nn.Module):
+        def __init__(self, width, count=8):
+            super().__init__()
+            self.router, self.experts = nn.Linear(width, count), Experts(width, count)
+        def forward(self, h):
+            x = h.flatten(0, 1)
+            weights, which = self.router(x).float().softmax(-1).topk(2)
+            return self.experts(x, which, weights).view_as(h)
+
+    def experts():
+        net = plain()
+        for block in net.blocks:
+            block.mlp = Mixture(16)
+        net.ep_plan = {"blocks.*.mlp.experts": "experts"}
+        return net
+
+    def mixtral():
+        from transformers import MixtralConfig, MixtralForCausalLM
+        return MixtralForCausalLM(MixtralConfig(
+            vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=max(4, n),
+            num_attention_heads=8, num_key_value_heads=max(2, n), num_local_experts=8,
+            num_experts_per_tok=2, max_position_embeddings=32))
+
+    MODELS = {"plain": plain, "llama": llama, "gpt2": gpt2, "lora": lora, "experts": experts,
+              "mixtral": mixtral,
               "lora everywhere": lora_everywhere,
               "lora of gpt2": lambda: adapted(gpt2(), "c_attn", "c_proj", fan_in_fan_out=True)}
 

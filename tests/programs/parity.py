@@ -28,7 +28,7 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 LossOf = Callable[[Any, int, Cut], torch.Tensor]
 # What a strategy spans by itself, beside single, whose ranks do the same.
 AXES = {"ddp": "dp_replicate", "zero1": "dp_replicate", "pp": "pp", "tp": "tp", "single": ""}
-AXES |= {"fsdp": "dp_shard", "fsdp1": "dp_shard", "cp": "cp", "ulysses": "cp"}
+AXES |= {"ep": "dp_replicate", "fsdp": "dp_shard", "fsdp1": "dp_shard", "cp": "cp", "ulysses": "cp"}
 
 
 class Block(nn.Module):

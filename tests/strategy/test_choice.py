@@ -43,6 +43,12 @@ _MESHES: list[tuple[str | None, dict[str, object], int, Degrees]] = [
     ("cp", {"dp": 2}, 4, Degrees(dp_replicate=2, cp=2)),
     ("ulysses", {"cp": 2}, 4, Degrees(dp_replicate=2, cp=2)),
     ("fsdp", {}, 1, Degrees()),
+    ("ep", {}, 4, Degrees(dp_replicate=4, ep=4)),
+    ("ep", {"ep": 2}, 4, Degrees(dp_replicate=4, ep=2)),
+    ("fsdp", {"ep": 2}, 8, Degrees(dp_shard=8, ep=2)),
+    ("tp", {"dp": 4, "ep": 2}, 8, Degrees(dp_shard=4, tp=2, ep=2)),
+    ("fsdp", {"tp": 2, "ep": 2}, 8, Degrees(dp_shard=4, tp=2, ep=2)),
+    (None, {"ep": 2}, 2, Degrees(dp_replicate=2, ep=2)),
 ]
 
 # What was typed -> every piece that the message has to have.
@@ -57,6 +63,18 @@ _REFUSED: list[tuple[str | None, dict[str, object], int, tuple[str, ...]]] = [
     ("tp", {"tp": 1}, 2, ("dp=2 leaves 1 of 2 ranks for tp", "Use fsdp")),
     ("ddp", {"tp": 2}, 4, ("ddp and --tp 2 cannot be combined", "fsdp --tp 2")),
     ("ddp", {"pp": 2}, 4, ("ddp and --pp 2 cannot be combined", "pp --pp 2")),
+    ("ep", {}, 1, ("ep needs 2 ranks or more",)),
+    ("ep", {"ep": 1}, 4, ("ep would have no effect", "Use ddp, or --ep 2 or 4.")),
+    ("fsdp", {"ep": 3}, 4, ("--ep 3 does not divide the 4 ranks that see different", "2 or 4.")),
+    (
+        "fsdp",
+        {"ep": 2, "pp": 2},
+        8,
+        ("--ep 2 and --pp 2 cannot be combined yet", "pp without --ep"),
+    ),
+    ("tp", {"ep": 2}, 2, ("--ep 2 does not divide the 1 rank", "Use --dp 2 with it.")),
+    ("fsdp", {"ep": 2, "shard": "hybrid"}, 4, ("--shard hybrid and --ep 2", "--shard full")),
+    ("ddp", {"ep": 2}, 4, ("ddp and --ep 2 cannot be combined", "ep --ep 2")),
     ("fsdp", {"cp": 2}, 4, ("fsdp and --cp 2 cannot be combined", "cp --cp 2")),
     ("cp", {"tp": 2}, 4, ("cp and --tp 2 cannot be combined", "tp --sequence-parallel")),
     ("tp", {"cp": 2}, 4, ("tp and --cp 2 cannot be combined",)),
@@ -226,7 +244,7 @@ def test_rows_use_words_that_exist() -> None:
         assert row.axis in axes | {""}
         assert set(row.splits) <= axes
         split = {what for words in row.splits.values() for what in words}
-        assert split <= {*HELD, "batch", "sequence"}
+        assert split <= {*HELD, "experts", "batch", "sequence"}
         assert {sent.call for sent in row.sends} <= set(footprint.CALLS)
         assert set(row.takes) <= set(DEGREES)
         assert row.source.startswith("https://")
@@ -304,5 +322,6 @@ def test_docs_have_no_section_of_a_strategy_that_does_not_exist() -> None:
     "choice", [choose(name, {}, 4) for name in ROWS], ids=lambda choice: choice.name
 )
 def test_a_row_alone_is_itself(choice: Strategy) -> None:
-    """A name alone gives its own row."""
-    assert [row.name for row in rows_of(choice)] == [choice.name]
+    """A name alone gives its own row; experts are shared between ranks of ddp."""
+    around = ["ddp"] if choice.name == "ep" else []
+    assert [row.name for row in rows_of(choice)] == [*around, choice.name]

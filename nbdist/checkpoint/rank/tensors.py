@@ -155,7 +155,8 @@ def state_path(optimizer: PreparedOptimizer, key: str, state: str) -> tuple[str,
 def is_whole(side: Placement) -> bool:
     """Whether every rank that holds any of it has all."""
     layout = side.layout
-    return layout.stages is None and layout.tp_dim is None and layout.shard_dim is None
+    dims = layout.stages, layout.tp_dim, layout.ep_dim, layout.shard_dim
+    return all(dim is None for dim in dims)
 
 
 def own_form(optimizer: PreparedOptimizer, place: Place, side: Placement) -> torch.Tensor | None:

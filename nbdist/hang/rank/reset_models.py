@@ -26,10 +26,8 @@ def reset(models: tuple[NamedModel, ...] | None = None) -> dict[str, int]:
     """
     cleared = {}
     for model in find() if models is None else models:
-        if model.is_sharded:
-            _reset_shards(model.module)
-        else:
-            forget_step(model.module)
+        _reset_shards(model.module)
+        forget_step(model.module)
         with_gradient = [p for p in model.module.parameters() if p.grad is not None]
         for parameter in with_gradient:
             parameter.grad = None

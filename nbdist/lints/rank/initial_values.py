@@ -69,7 +69,12 @@ def end() -> None:
 @watch.guarded("parameters-apart")
 def _note_parameters(ddp: DistributedDataParallel, number: int) -> None:
     members = dist.get_process_group_ranks(ddp.process_group)
-    value_digest = digest(p for p in ddp.parameters() if p.requires_grad)
+    # Each rank has experts of its own under ep, which DDP leaves alone.
+    value_digest = digest(
+        parameter
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    )
     watch.note(
         "parameters-apart", ddp_models.name_of(ddp), digest=value_digest, ranks=members,
         model=number,

@@ -71,7 +71,7 @@ def _norm(
     layout_of: Callable[[torch.Tensor], TensorLayout | None],
     degrees: Degrees,
 ) -> torch.Tensor:
-    is_split = degrees.pp * degrees.dp_shard * degrees.tp > 1
+    is_split = degrees.is_split
     rank = dist.get_rank() if is_split else 0
     counted, others = [], []
     for parameter in parameters:

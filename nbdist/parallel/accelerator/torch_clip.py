@@ -1,9 +1,9 @@
 """torch's own clipping of gradients is right where a rank has only a part of the model.
 
 `torch.nn.utils.clip_grad_norm_` on a pipeline's stage would clip by the norm of the stage, and
-under tp it takes no list of plain tensors and DTensors. Both are handed on to ours where a
-parameter is of a model that is prepared for tp or pp; for everything else torch's function is as
-it was.
+under tp and ep it takes no list of plain tensors and DTensors. Both are handed on to ours where a
+parameter is of a model that is prepared for tp, pp or ep; for all else torch's function is as it
+was.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def install() -> None:
 
 
 def _split_parameters() -> dict[int, torch.Tensor]:
-    """By id, those of prepared models of which each rank has a part under tp or pp."""
+    """By id, those of prepared models of which each rank has a part under tp, pp or ep."""
     registry = sys.modules.get("nbdist.parallel.registry")
     if registry is None:
         return {}
     return {
         id(parameter): parameter
         for model in registry.prepared()
-        if model.degrees.tp * model.degrees.pp > 1
+        if model.degrees.tp * model.degrees.pp * model.degrees.ep > 1
         for parameter in model.parameters.values()
     }
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import candidates, find_blocks
@@ -33,7 +33,8 @@ from nbdist.parallel.cp.split_sequence import map_tensors, tensors
 from nbdist.parallel.precision import DTYPES
 from nbdist.parallel.prepared import find_prepared
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
-from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choice import Degrees, Strategy
+from nbdist.strategy.tensor_layout import TensorLayout
 
 # Norms whose kernels take no fp32 input beside bf16 or fp16 parameters. On other devices than
 # the CPU autocast lets layer and group norms compute in fp32.
@@ -62,12 +63,32 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     if degrees.dp_shard == 1 and degrees.product > 1:  # as the mesh will be, if it is not made yet
         _refuse_without_split(job)
         return layouts
+    if degrees.ep > 1 and job.choice.options.offload:
+        raise OptionError("--offload and --ep cannot be combined yet. Leave one of them out.")
     parameters = dict(job.base.named_parameters())
     check_parameters(job)
     return {
-        name: replace(layout, shard_dim=0) if name in parameters else layout
+        name: replace(layout, shard_dim=_shard_dim(layout, degrees))
+        if name in parameters
+        else layout
         for name, layout in layouts.items()
     }
+
+
+def _shard_dim(layout: TensorLayout, degrees: Degrees) -> int | None:
+    """Which dim of a parameter is split; none of experts that no other rank has."""
+    copies = degrees.dp // degrees.ep
+    if layout.ep_dim is None:
+        return 0
+    return None if copies == 1 else _expert_dim(layout.shape, copies)
+
+
+def _expert_dim(shape: tuple[int, ...], copies: int) -> int:
+    """Of stacked experts: not that of the experts, of which each rank has few already.
+
+    FSDP2 splits dims but the first only evenly.
+    """
+    return 1 if len(shape) > 1 and shape[1] % copies == 0 else 0
 
 
 def _lay_out(job: ModelBuild) -> None:
@@ -81,12 +102,15 @@ def _lay_out(job: ModelBuild) -> None:
         offload = CPUOffloadPolicy(pin_memory=job.device.type != "cpu")  # pinned for copies
     does_reshard = options.shard != "grad-op"
     policy = MixedPrecisionPolicy()
-    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload)
+    shard = functools.partial(
+        fully_shard, mesh=mesh, offload_policy=offload, ignored_params=_unshared(job)
+    )
     if options.precision in DTYPES:  # gathered in half the bytes; gradients are summed in fp32
         policy = MixedPrecisionPolicy(DTYPES[options.precision], reduce_dtype=torch.float32)
         for norm in _separate_units(_modules_of(job.root, _BATCH_NORMS), job.root):
             shard(norm, reshard_after_forward=does_reshard)
         cast_norm_inputs(job.root, job.device)
+    _shard_experts(job, reshard_after_forward=does_reshard, mp_policy=policy)
     for unit in (*units_of(job), job.root):
         if does_reshard:
             unit.register_forward_hook(_copy_parameters)
@@ -97,6 +121,32 @@ def _lay_out(job: ModelBuild) -> None:
         job.root.register_forward_hook(_settle_evaluated)  # behind FSDP2's own
     settle_failed = functools.partial(_settle_failed, does_reshard=does_reshard)
     job.root.register_forward_hook(settle_failed, always_call=True)
+
+
+def _experts(job: ModelBuild) -> list[torch.nn.Module]:
+    return [job.base.get_submodule(name) for name in job.step_data.get("ep", ())]
+
+
+def _unshared(job: ModelBuild) -> set[torch.nn.Parameter]:
+    """Parameters that no other rank has: of experts, where all ranks share them."""
+    degrees = job.grid.degrees
+    modules = _experts(job) if degrees.dp == degrees.ep else []
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def _shard_experts(job: ModelBuild, **options: Any) -> None:
+    """Split the experts of each layer over the ranks that have the same ones."""
+    degrees = job.grid.degrees
+    if degrees.dp == degrees.ep:
+        return
+    for module in _experts(job):
+        assert job.grid.expert_mesh is not None
+        mesh = job.grid.expert_mesh["edp"]
+
+        def place(parameter: torch.nn.Parameter, copies: int = mesh.size()) -> Shard:
+            return Shard(_expert_dim(tuple(parameter.shape), copies))
+
+        fully_shard(module, mesh=mesh, shard_placement_fn=place, **options)
 
 
 def cast_norm_inputs(root: torch.nn.Module, device: torch.device) -> None:
