@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import build, events, live_models, module_patches
 from nbdist.parallel.consensus import all_or_none
-from nbdist.parallel.dp import fsdp, zero1
+from nbdist.parallel.dp import fsdp, fsdp1, zero1
 from nbdist.parallel.libraries import quantized
 from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.prepared import Prepared
@@ -96,8 +96,11 @@ def bind(optimizer: Optimizer) -> None:
     names = names_in(optimizer)
     if not names:
         return
-    if "zero1" in steps_of(current()):
+    steps = steps_of(current())
+    if "zero1" in steps:
         zero1.check(optimizer)
+    if "fsdp1" in steps and optimizer not in bound_optimizers():
+        fsdp1.check_optimizer(optimizer)
     before, after = {}, {}
     is_new = optimizer not in bound_optimizers()  # its state, if there is any, is whole
     for key, (model, name, parameter) in names.items():

@@ -1,6 +1,7 @@
 """FSDP2 and FSDP1 against one process at the same global batch; what they split and send."""
 
 import contextlib
+import io
 import itertools
 from typing import Any
 
@@ -8,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.parallel.dp import fsdp
+from nbdist.parallel import registry
+from nbdist.parallel.accelerator.accelerator import Accelerator
+from nbdist.parallel.dp import fsdp, fsdp1
+from nbdist.strategy.choose import choose
 from tests.programs import parity
 from tests.programs.parity import FP32, batch, close, compare, freeze, make, own_part, put
 from tests.programs.rank import everyone, n, rank, refusal
@@ -276,3 +280,28 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
     job = parity.job_of(make(Shared), parity.choose("fsdp"))
     assert list(fsdp.units_of(job)) == [job.base.layers[0]]
     close({"shared": compare("fsdp", build=lambda: make(Shared))})
+
+
+class Lamb(torch.optim.AdamW):
+    """Of which nobody knows what it looks at."""
+
+
+@on_ranks(2)
+def test_optimizers_of_whole_tensors_are_refused_where_parameters_are_flat() -> None:
+    """Torch's by name; another one is named once, however often it is prepared; AdamW is silent."""
+    registry.set_choice(choose("fsdp1", {}, n))
+    accelerator = Accelerator()
+    model = accelerator.prepare(make())
+    muon = torch.optim.Muon([torch.ones(2, 2, requires_grad=True)])
+    lines = io.StringIO()
+    with contextlib.redirect_stderr(lines):
+        lamb = accelerator.prepare(Lamb(model.parameters()))
+        accelerator.prepare(lamb)
+        accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    adafactor = torch.optim.Adafactor(model.parameters())
+    sentence = refusal(lambda: accelerator.prepare(adafactor))
+
+    assert sentence.startswith("Adafactor looks at whole matrices or at all gradients together")
+    assert "Muon" in refusal(lambda: fsdp1.check_optimizer(muon))
+    assert lines.getvalue().count("under fsdp1 Lamb gets this rank's pieces") == 1
+    assert "AdamW" not in lines.getvalue()
