@@ -21,8 +21,8 @@ from nbdist.lints import (
     model_inputs,
     parameters_apart,
     same_data,
-    set_epoch,
     sharded_twice,
+    uneven_experts,
     unused_parameters,
     workers,
 )  # fmt: skip
@@ -33,10 +33,11 @@ VARIABLE = "NBDIST_SILENCE"
 # Each says more than parameters-apart does.
 _WITH_STEP = ("apart-since", "gradients-apart")
 _ALL = (
-    same_data.LINT, sharded_twice.LINT, model_inputs.LINT, set_epoch.LINT, loss_not_divided.LINT,
-    effective_batch.LINT, unused_parameters.LINT, unused_parameters.DEAD_PARAMETERS,
-    beside_wrapper.LINT, gradients_apart.LINT, initial_values.LINT, initial_values.SHARD_SEEDS,
-    parameters_apart.LINT, apart_since.LINT, bf16_scaler.LINT, memory_shortage.LINT, workers.LINT,
+    same_data.LINT, sharded_twice.LINT, model_inputs.LINT, same_data.SET_EPOCH,
+    loss_not_divided.LINT, effective_batch.LINT, unused_parameters.LINT,
+    unused_parameters.DEAD_PARAMETERS, beside_wrapper.LINT, gradients_apart.LINT,
+    initial_values.LINT, initial_values.SHARD_SEEDS, parameters_apart.LINT, apart_since.LINT,
+    bf16_scaler.LINT, memory_shortage.LINT, workers.LINT, uneven_experts.LINT,
 )  # fmt: skip
 LINTS = {lint.name: lint for lint in _ALL}
 

@@ -1,4 +1,4 @@
-"""Ranks whose data should differ get the same batches.
+"""Ranks whose data should differ get the same batches; every epoch has the order of the last one.
 
 The facts come from lints/rank/data.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import RuleHit
-from nbdist.lints.lint import Facts, Lint
+from nbdist.lints.lint import Facts, Lint, each
 
 # Fewer batches say nothing: two of a small dataset can be equal by chance.
 LEAST_BATCHES = 2
@@ -63,4 +63,18 @@ LINT = Lint(
         "loader",
         {rank: {"digests": ["a", "b", "c", "d"], "peers": [0, 1]} for rank in (0, 1)},
     ),
+)
+
+SET_EPOCH = Lint(
+    name="set-epoch",
+    when="a cell trains twice over a DistributedSampler that shuffles, at the same epoch",
+    judge=each(
+        "{subject} was iterated again with its DistributedSampler still at epoch {epoch}".format
+    ),
+    why="every epoch has the same order, and each rank always sees the same samples",
+    do="call sampler.set_epoch(epoch) before each loop, or pass the loader to accelerator.prepare",
+    conditions="in one cell two loops that train go over a `DistributedSampler` that shuffles, "
+    "at the same epoch",
+    exceptions="loops in two cells: running a cell again is no mistake",
+    example=("loader", {0: {"epoch": 0}, 1: {"epoch": 0}}),
 )

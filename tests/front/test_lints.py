@@ -278,6 +278,50 @@ def linted(_linted: Kernel) -> Iterator[Kernel]:
     )
 
 
+_EXPERTS = """
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 8, 8))
+    def forward(self, x, which, weights):
+        out = torch.zeros_like(x)
+        for number in range(len(self.weight)):
+            token, k = torch.where(which == number)
+            out = out.index_add(0, token, x[token] @ self.weight[number] * weights[token, k, None])
+        return out
+class Mixture(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = torch.nn.Linear(8, 4), Experts()
+        self.ep_plan = {"experts": "experts"}
+    def forward(self, x, skew):
+        weights, which = (self.router(x) + skew).softmax(-1).topk(1)
+        return self.experts(x, which, weights)
+torch.manual_seed(0)
+mixture = accelerator.prepare(Mixture())
+tokens = torch.arange(400.0).sin()[:, None] * torch.eye(8)[torch.arange(400) % 8] * 8
+def route(skew):
+    mixture(tokens, 1e4 * torch.eye(4)[skew]).sum().backward()
+route(torch.arange(400) % 4)
+"""
+
+
+def test_uneven_experts_are_told(linted: Kernel) -> None:
+    """The rank that computes most and the expert that gets most; not where they are even."""
+    linted.run("%dist_strategy ep")
+    even = linted.run(f"%%distributed\n{_EXPERTS}")
+    uneven = linted.run("%%distributed\nroute(torch.full((400,), 2))")
+    linted.run("%%distributed\ndel mixture, route\nn = gc.collect()")
+    linted.run("%dist_strategy ddp")
+
+    assert (even.status, even.stderr) == ("ok", "")
+    assert (
+        "lint uneven-experts [0-1]: rank 1 computed 2.0 times as many tokens in the experts of "
+        "mixture as a rank does on average (800 of 800)"
+    ) in uneven.stderr
+    assert "expert 2 of experts in mixture got 100% of its layer's tokens" in uneven.stderr
+
+
 @pytest.mark.parametrize("name", _LINTS)
 def test_what_is_wrong_is_told_once_and_what_is_right_never(linted: Kernel, name: str) -> None:
     """In the output of the cell, with what to do; the same cell again is silent.

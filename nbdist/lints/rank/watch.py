@@ -36,6 +36,7 @@ PARTS = (
     "nbdist.lints.rank.initial_values",
     "nbdist.lints.rank.model_inputs",
     "nbdist.lints.rank.sharded_twice",
+    "nbdist.lints.rank.experts",
 )
 
 

@@ -13,6 +13,7 @@ whose experts got no token. The experts' code is the user's; it sees a stack tha
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import NbdistError
+from nbdist.parallel import events
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,9 @@ def dispatch(
     order = torch.where(is_routed, experts, group.count).argsort(stable=True)
     order = order[: int(is_routed.sum())]
     experts = experts[order]
-    sent, received = _counts(torch.bincount(experts // here, minlength=n_ranks), group.ranks)
+    sent, received, loads = _counts(torch.bincount(experts, minlength=group.count), group.ranks)
+    for act in events.on_experts if torch.is_grad_enabled() else ():
+        act(module, loads)
 
     rows = hidden.reshape(-1, width)[order // k]
     rows = _exchange(rows, group.ranks, sent, received)
@@ -100,12 +104,18 @@ def _refuse_wrong_shapes(hidden: torch.Tensor, index: torch.Tensor, weights: tor
         )
 
 
-def _counts(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """How many rows this rank sends to each rank of the group, and gets from each."""
-    others = torch.empty_like(counts)
-    dist.all_to_all_single(others, counts, group=group)
-    sent, received = torch.stack([counts, others]).tolist()  # one wait for the device
-    return sent, received
+def _counts(counts: torch.Tensor, group: dist.ProcessGroup) -> Iterator[list[int]]:
+    """Rows that this rank sends to each rank of the group and gets from each; for each expert here.
+
+    `counts` are this rank's rows for each expert. Collective over the group.
+    """
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    outgoing, incoming = counts.view(group.size(), -1), arriving.view(group.size(), -1)
+    # One wait for the device.
+    sums = torch.cat([outgoing.sum(1), incoming.sum(1), incoming.sum(0)]).tolist()
+    ends = 0, group.size(), 2 * group.size(), len(sums)
+    return (sums[start:end] for start, end in itertools.pairwise(ends))
 
 
 def _compute(

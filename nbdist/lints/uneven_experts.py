@@ -1,0 +1,79 @@
+"""A rank of an expert-parallel model that computes much more than the others.
+
+The facts come from lints/rank/experts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.finding import RuleHit
+from nbdist.lints.lint import Facts, Lint
+
+# Of fewer tokens (each counts once for each of its experts) nothing is said.
+_FEWEST = 512
+# How many times the mean a rank has to compute, and an expert to get; and of all tokens at least.
+_RANK, _EXPERT, _SHARE = 1.5, 4.0, 0.25
+
+
+def _uneven(subject: str, facts: Facts) -> list[RuleHit]:
+    rows = {rank: sum(map(sum, seen["layers"].values())) for rank, seen in facts.items()}
+    total, busiest = sum(rows.values()), max(rows, key=lambda rank: rows[rank])
+    if total < _FEWEST or len(rows) == 1:
+        return []
+    hits = []
+    times = rows[busiest] * len(rows) / total
+    if times >= _RANK:
+        sentence = (
+            f"{ranks_phrase([busiest])} computed {times:.1f} times as many tokens in the experts "
+            f"of {subject} as a rank does on average ({rows[busiest]:,} of {total:,})"
+        )
+        hits.append(RuleHit(sentence, tuple(facts)))
+    layer, counts = max(_layers(facts).items(), key=lambda item: _share(item[1]))
+    even = 1 / len(counts)
+    if _share(counts) >= max(_SHARE, _EXPERT * even):
+        expert = counts.most_common(1)[0][0]
+        sentence = (
+            f"expert {expert} of {layer} in {subject} got {_share(counts):.0%} of its layer's "
+            f"tokens; evenly it would be {even:.0%}"
+        )
+        hits.append(RuleHit(sentence, tuple(facts)))
+    return hits
+
+
+def _layers(facts: Facts) -> dict[str, Counter[int]]:
+    """Of each layer the tokens by expert; several ranks may have the same experts."""
+    layers: dict[str, Counter[int]] = {}
+    for seen in facts.values():
+        for layer, tokens in seen["layers"].items():
+            first = seen["share"] * len(tokens)
+            numbered = {first + number: count for number, count in enumerate(tokens)}
+            layers.setdefault(layer, Counter()).update(numbered)
+    return layers
+
+
+def _share(counts: Counter[int]) -> float:
+    """The largest part of a layer's tokens that one expert got."""
+    return max(counts.values()) / max(1, counts.total())
+
+
+LINT = Lint(
+    name="uneven-experts",
+    when="a rank, or one expert, gets much more than its share of the tokens under ep",
+    judge=_uneven,
+    why="the other ranks wait for it in each layer, and other experts learn little",
+    do="train the router with its auxiliary loss (transformers: output_router_logits=True), or "
+    "share the experts over fewer ranks (--ep)",
+    conditions="in the training forwards of a cell under ep, with 512 tokens of experts or more (a "
+    "token counts once for each of its experts), a rank computes 1.5 times the mean, or an expert "
+    "gets 4 times its even share and a quarter of its layer's tokens",
+    exceptions="where experts are not shared between ranks (`--ep`)",
+    example=(
+        "model",
+        {
+            0: {"share": 0, "layers": {"layers.0.experts": [900, 40]}},
+            1: {"share": 1, "layers": {"layers.0.experts": [30, 30]}},
+        },
+    ),
+)
