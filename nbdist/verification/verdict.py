@@ -325,8 +325,11 @@ def _batch_statistics(verification: Verification, first: Row, _facts: Facts) -> 
     degrees = verification.degrees
     if first.key.phase != FORWARD or degrees.dp == 1 or degrees.dp != degrees.product:
         return ""
+    kind = "statistics of a share"
+    if degrees.ep > 1:
+        kind = f"tokens of experts went astray between the ranks, or {kind}"
     return (
-        "statistics of a share: what goes in and the weights are right, and what comes out is "
+        f"{kind}: what goes in and the weights are right, and what comes out is "
         "not that of the whole batch. It looks at other samples of its batch, and has those of "
         "one rank (torch.nn.SyncBatchNorm, a layer norm or a group norm)"
     )

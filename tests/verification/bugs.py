@@ -474,4 +474,129 @@ BUGS = {
         "blocks.0.up",
         "on some ranks only",
     ),
+    # Experts that ranks share
+    "experts_summed_over_ranks": Bug(
+        """
+        from nbdist.parallel.ep import dispatch
+        start("ep", kind=MixedNet)
+        class Summed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *parameters): return tuple(p.view_as(p) for p in parameters)
+            @staticmethod
+            def backward(ctx, *gradients): return gradients
+        right = dispatch._average
+        dispatch._average = lambda group, *parameters: Summed.apply(*parameters)
+        try:
+            return verified()
+        finally:
+            dispatch._average = right
+        """,
+        "blocks.0.down.experts",
+        "scaled: 2 times what it should be, and the degree of dp is 2",
+        in_test=True,
+    ),
+    "copies_of_experts_not_reduced": Bug(
+        """
+        from nbdist.parallel.ep import dispatch
+        start("ep", kind=MixedNet, ep=2)
+        right = dispatch._average
+        def alone(group, *parameters):
+            import dataclasses
+            return right(dataclasses.replace(group, copies=None), *parameters)
+        dispatch._average = alone
+        try:
+            return verified()
+        finally:
+            dispatch._average = right
+        """,
+        "blocks.0.down.experts",
+        "none of the kinds",
+        n=4,
+    ),
+    "router_noise_by_rank": Bug(
+        """
+        start("ep", kind=MixedNet)
+        def jitter(module, args):
+            return (args[0] * (1 + 0.01 * rank * shares_experts()),)
+        unwrapped().blocks[1].down.router.register_forward_pre_hook(jitter)
+        return verified()
+        """,
+        "blocks.1.down.router",
+        "on some ranks only",
+    ),
+    "tokens_dropped_on_a_rank": Bug(
+        """
+        from nbdist.parallel.ep import dispatch
+        start("ep", kind=MixedNet)
+        right = dispatch._compute
+        def drop(module, forward, group, rows, index, weights):
+            kept = torch.arange(len(weights)) < (20 if rank == 1 else len(weights))
+            return right(module, forward, group, rows, index, weights * kept)
+        dispatch._compute = drop
+        try:
+            return verified()
+        finally:
+            dispatch._compute = right
+        """,
+        "blocks.0.down.experts",
+        "tokens of experts went astray",
+        in_test=True,
+    ),
+    "tokens_of_another_expert": Bug(
+        """
+        from nbdist.parallel.ep import dispatch
+        start("ep", kind=MixedNet)
+        right = dispatch._compute
+        def swap(module, forward, group, rows, index, weights):
+            return right(module, forward, group, rows, index.flip(0), weights)
+        dispatch._compute = swap
+        try:
+            return verified()
+        finally:
+            dispatch._compute = right
+        """,
+        "blocks.0.down.experts",
+        "tokens of experts went astray",
+    ),
+    "permutation_not_undone": Bug(
+        """
+        from nbdist.parallel.ep import dispatch
+        start("ep", kind=MixedNet)
+        right, calls = dispatch._exchange, []
+        def shuffled(rows, *args):
+            calls.append(0)
+            rows = right(rows, *args)
+            return rows if len(calls) % 4 else rows.flip(0)  # the fourth brings results back
+        dispatch._exchange = shuffled
+        try:
+            return verified()
+        finally:
+            dispatch._exchange = right
+        """,
+        "blocks.0.down.experts",
+        "tokens of experts went astray",
+    ),
+    "weights_not_normalised_on_a_rank": Bug(
+        """
+        start("ep", kind=MixedNet)
+        def smaller(module, args):
+            return (args[0], args[1], args[2] * (0.9 if rank and shares_experts() else 1))
+        unwrapped().blocks[0].down.experts.register_forward_pre_hook(smaller)
+        return verified()
+        """,
+        "blocks.0.down.experts",
+        "rank 0 is right; elsewhere it is 0.9 times that",
+    ),
+    "auxiliary_loss_for_each_rank": Bug(
+        """
+        start("ep", kind=MixedNet)
+        def loss(logits, tokens):
+            router = unwrapped().blocks[0].down.router
+            auxiliary = router.weight.square().sum() * (n if shares_experts() else 1)
+            return loss_of(logits, tokens) + 0.1 * auxiliary
+        return verified(clip=False, loss=loss)
+        """,
+        "blocks.0.down.router",
+        "scaled: 2 times what it should be, and the degree of dp is 2",
+    ),
 }

@@ -52,6 +52,36 @@ SETUP = """
                 x = block(x)
             return self.head(self.norm(x))
 
+    class StackedExperts(torch.nn.Module):
+        def __init__(self, size, count=8):
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.randn(count, size, 20) * 0.2)
+            self.down = torch.nn.Parameter(torch.randn(count, 20, size) * 0.2)
+        def forward(self, x, which, weights):
+            out = torch.zeros_like(x)
+            for number in range(len(self.up)):
+                token, k = torch.where(which == number)
+                y = torch.tanh(x[token] @ self.up[number]) @ self.down[number]
+                out = out.index_add(0, token, y * weights[token, k, None])
+            return out
+    class Mixture(torch.nn.Module):
+        def __init__(self, size=16):
+            super().__init__()
+            self.router, self.experts = torch.nn.Linear(size, 8), StackedExperts(size)
+        def forward(self, h):
+            x = h.flatten(0, 1)
+            weights, which = self.router(x).softmax(-1).topk(2)
+            weights = weights / weights.sum(-1, keepdim=True)
+            return self.experts(x, which, weights).view_as(h)
+    class MixedNet(Net):
+        ep_plan = {"blocks.*.down.experts": "experts"}
+        def __init__(self):
+            super().__init__()
+            for block in self.blocks:
+                block.up, block.down = torch.nn.Identity(), Mixture()
+    def shares_experts():
+        return registry.current().degrees.ep > 1
+
     def start(name, kind=Net, lr=1e-2, **options):
         model_options = {k: options.pop(k) for k in list(options) if k in ("drop", "size", "words")}
         registry.set_choice(choose(name, options, n, device_type="cpu", backend="gloo"))
