@@ -102,14 +102,15 @@ def fitting(
 ) -> tuple[str, ...]:
     """Strategies other than the current one that these ranks and models can have, as typed.
 
-    Each computes in what the current one computes in. DeepSpeed is another package, and `single`
-    trains on each rank by itself: both can be chosen, and are not offered. `on`: the number of
+    Each computes in what the current one computes in. DeepSpeed is another package, `single` trains
+    on each rank by itself, and ep needs experts: they can be chosen, and are not offered. `on`: the number of
     ranks, their device's type, their backend, and their hosts.
     """
     values: dict[str, Value] = {}
     if current.options.precision != "fp32":
         values["precision"] = current.options.precision
-    names = [name for name in ROWS if name not in {"single", "deepspeed", current.name}]
+    others = {"single", "deepspeed", "ep", current.name}
+    names = [name for name in ROWS if name not in others]
     return tuple(typed(name, values) for name in names if _fits(name, values, models, limit, on))
 
 

@@ -12,7 +12,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError, OptionError
 from nbdist.planner.fake_protocol import Source
 from nbdist.planner.lora import with_lora
-from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets, memory_of
+from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets, memory_of, refuse_experts
 from nbdist.planner.models import Lora, ModelShape, of_config, of_count
 from nbdist.planner.workload import OPTIMIZERS, Workload, widths_for
 from nbdist.strategy import footprint
@@ -168,8 +168,9 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
     As if everything could be split evenly. Without a shape activations are not counted.
 
     Raises:
-        OptionError: As memory_of, of a model with a shape.
+        OptionError: As memory_of, of a model with a shape; or it shares experts.
     """
+    refuse_experts(choice)
     trained = [kind for kind in live.kinds if kind.is_trained]
     count = sum(kind.count for kind in trained)
     whole = {

@@ -145,8 +145,9 @@ def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:
     """Refuse degrees that do not divide heads, blocks or the batch, and what LoRA does not take.
 
     Raises:
-        OptionError: With the number and what it has to divide.
+        OptionError: With the number and what it has to divide; or it shares experts.
     """
+    refuse_experts(choice)
     check_strategy(model, choice)
     degrees = choice.degrees
     if degrees.pp > model.shape.layers:
@@ -171,6 +172,18 @@ def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:
                 f"{word} over {degree} ranks does not divide the {what} of {model.name}. Use "
                 f"{both} or a divisor of it."
             )
+
+
+NO_EXPERTS = (
+    "Plans do not know experts yet, so ep and --ep are not planned. Plan fsdp: it holds what "
+    "fsdp --ep holds, and gathers more in a step."
+)
+
+
+def refuse_experts(choice: Strategy) -> None:
+    """Raises an OptionError for what shares experts between ranks: no formula here knows them."""
+    if choice.degrees.ep > 1:
+        raise OptionError(NO_EXPERTS)
 
 
 def has_buckets(choice: Strategy) -> bool:

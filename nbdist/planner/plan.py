@@ -177,7 +177,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
         memory = engine(model, choice, load)
         return row_of(model, device, load, choice, memory, typed=typed, measured=measured)
 
-    if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp")):
+    if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp", "ep")):
         choice = choose(strategy, given, world_size, ranks_on=ranks_on)
         if copies:
             _check_copies(choice)

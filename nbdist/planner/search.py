@@ -16,7 +16,7 @@ from nbdist.bandwidth.results import LinkModel
 from nbdist.errors import OptionError
 from nbdist.planner.advice import COPIES_MARGIN, MOST_RANKS, Advice, choose_row, percent
 from nbdist.planner.devices import SAFE_SHARE, Device
-from nbdist.planner.memory import Memory, memory_of
+from nbdist.planner.memory import NO_EXPERTS, Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.plan import NO, RISKY, SAFE, Engine, Plan, PlanRow, row_of, verdict
 from nbdist.planner.step_time import flops_each
@@ -161,6 +161,8 @@ def search(space: Space) -> Search:
 
 def _check(space: Space) -> None:
     check_load(space.load)
+    if space.strategy == "ep" or space.typed()[0].get("ep", 1) > 1:
+        raise OptionError(NO_EXPERTS)
     if space.strategy and space.strategy not in ROWS:
         choose(space.strategy, {}, space.world_size)  # says which there are
     if not space.model.has_shape:

@@ -1,4 +1,4 @@
-"""A server and a browser for all tests, and a page for all tests of a file."""
+"""A server for all tests, and a page of a browser for all tests of a file."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.lab import Lab, browser, new_page
+from tests.support.lab import Lab, browser_page
 
 if TYPE_CHECKING:  # playwright is an optional extra
-    from playwright.sync_api import BrowserContext, Page
+    from playwright.sync_api import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,15 +28,8 @@ def lab(_server: Lab) -> Iterator[Lab]:
     _server.end_kernels()
 
 
-@pytest.fixture(scope="package")
-def context() -> Iterator["BrowserContext"]:
-    """A browser of this folder's tests: other tests have event loops of their own."""
-    with browser() as context:
-        yield context
-
-
 @pytest.fixture(scope="module")
-def page(context: "BrowserContext") -> Iterator["Page"]:
-    """A page of the browser."""
-    with new_page(context, 1150, 1000) as page:
+def page() -> Iterator["Page"]:
+    """A page of a fresh browser."""
+    with browser_page(1150, 1000) as page:
         yield page

@@ -4,16 +4,12 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.front.conftest import IMPORTED
-from tests.support.lab import Lab, LabNotebook, new_page, write_notebook
+from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.processes import descendants, processes_of_run, wait_gone
-
-if TYPE_CHECKING:  # playwright is an optional extra
-    from playwright.sync_api import BrowserContext
 
 CELLS = {
     "load": f"%load_ext nbdist\n{IMPORTED}",
@@ -80,10 +76,10 @@ class Tab:
 
 
 @pytest.fixture(scope="module")
-def tab(lab: Lab, context: "BrowserContext") -> Iterator[Tab]:
+def tab(lab: Lab) -> Iterator[Tab]:
     """A notebook with two ranks in JupyterLab."""
     write_notebook(lab.root / "first_steps.ipynb", *CELLS.values())
-    with new_page(context, 1100, 2400) as page:
+    with browser_page(1100, 2400) as page:
         tab = Tab(LabNotebook(page, lab, "first_steps.ipynb"), lab)
         tab.run("load")
         tab.run("start")

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -21,11 +20,8 @@ from nbdist.trace.breakdown import TimeBreakdown
 from nbdist.trace.trace import COMMUNICATION
 from nbdist.trace.view.report import trace_report
 from tests.support import drawn_memory, drawn_traces
-from tests.support.lab import Lab, LabNotebook, new_page, write_notebook
+from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.live import DEADLINE_MS, LivePicture
-
-if TYPE_CHECKING:  # playwright is an optional extra
-    from playwright.sync_api import BrowserContext
 
 pytestmark = pytest.mark.browser
 
@@ -156,11 +152,11 @@ class Shown:
 
 
 @pytest.fixture(scope="module")
-def shown(lab: Lab, context: "BrowserContext", request: pytest.FixtureRequest) -> Iterator[Shown]:
+def shown(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Shown]:
     """The cell has been run."""
     case = CASES[request.param]
     write_notebook(lab.root / f"{case.name}.ipynb", case.source)
-    with new_page(context, 1100, 1000) as page:
+    with browser_page(1100, 1000) as page:
         # Otherwise playwright tells all frames that the user likes it light.
         page.emulate_media(color_scheme="null")
         notebook = LabNotebook(page, lab, f"{case.name}.ipynb")

@@ -143,7 +143,7 @@ def test_every_strategy_has_a_row(n: int) -> None:
     """With numbers, or with the reason why it does not go with so many ranks."""
     rows = planned(LLAMA, n).rows
 
-    assert {row.typed.split()[0] for row in rows} == ({"single"} if n == 1 else {*ROWS})
+    assert {row.typed.split()[0] for row in rows} == ({"single"} if n == 1 else {*ROWS} - {"ep"})
     for row in rows:
         assert (row.memory is None) == bool(row.problem) == (row.verdict == "")
     assert any(row.memory is not None for row in rows)
@@ -307,3 +307,11 @@ def test_layers_and_sequences_stay_within_hosts_that_were_named() -> None:
     assert meshes["tp"] == meshes["fsdp --tp 4"] == "dp 4 x tp 4"
     assert meshes["cp"] == "dp 4 x cp 4"
     assert meshes["fsdp --shard hybrid"] == "dp 16 (4 copies on 4 ranks each)"
+
+
+def test_shared_experts_are_not_planned() -> None:
+    """In one sentence, however they are asked for: no formula knows them."""
+    asked: list[tuple[str | None, dict[str, int]]] = [("ep", {}), (None, {"ep": 2})]
+    for strategy, given in (*asked, ("fsdp", {"ep": 2})):
+        with pytest.raises(OptionError, match=r"Plans do not know experts yet.* Plan fsdp"):
+            plan(LLAMA, H100, 4, Workload(), strategy=strategy, given=given)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tests.support.kernel import notebook_env
 
 if TYPE_CHECKING:  # playwright is an optional extra
-    from playwright.sync_api import BrowserContext, Locator, Page
+    from playwright.sync_api import Locator, Page
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _BROWSER_ARGS = [
@@ -181,27 +181,16 @@ class Lab:
 
 
 @contextlib.contextmanager
-def browser() -> "Iterator[BrowserContext]":
-    """A fresh headless browser, whose pages share what they have loaded.
-
-    While it is there an event loop runs in this thread.
-    """
+def browser_page(width: int = 1280, height: int = 900) -> "Iterator[Page]":
+    """A page of a fresh headless browser. Keep it to one test: it leaves an event loop running."""
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory(prefix="nbdist-browser-") as home, sync_playwright() as web:
-        chromium = web.chromium.launch(
+        browser = web.chromium.launch(
             executable_path=chromium_path(), args=_BROWSER_ARGS, env=dict(os.environ, HOME=home)
         )
-        with contextlib.closing(chromium):
-            yield chromium.new_context()
-
-
-@contextlib.contextmanager
-def new_page(context: "BrowserContext", width: int, height: int) -> "Iterator[Page]":
-    """A page of this size."""
-    with contextlib.closing(context.new_page()) as page:
-        page.set_viewport_size({"width": width, "height": height})
-        yield page
+        with contextlib.closing(browser):
+            yield browser.new_page(viewport={"width": width, "height": height})
 
 
 class LabNotebook:
