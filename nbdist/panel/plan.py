@@ -103,8 +103,8 @@ def fitting(
     """Strategies other than the current one that these ranks and models can have, as typed.
 
     Each computes in what the current one computes in. DeepSpeed is another package, `single` trains
-    on each rank by itself, and ep needs experts: they can be chosen, and are not offered. `on`: the number of
-    ranks, their device's type, their backend, and their hosts.
+    on each rank by itself, and ep needs experts: they can be chosen, and are not offered. `on`: the
+    number of ranks, their device's type, their backend, and their hosts.
     """
     values: dict[str, Value] = {}
     if current.options.precision != "fp32":
