@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
-from nbdist.parallel.accelerator import guard
+from nbdist.parallel.accelerator import guard, weak_list
 from nbdist.parallel.build import Built, tensors_of
 from nbdist.parallel.consensus import all_or_none, world_size
 from nbdist.parallel.dp import fsdp1_state, zero1
@@ -162,17 +162,18 @@ def register(built: Built, replaced: dict[str, torch.Tensor]) -> None:
 
 
 def last_number() -> int:
-    """How many numbers this rank has given."""
-    return _live.numbers
+    """How many numbers this rank has given, to models and to what else was prepared."""
+    return max(_live.numbers, weak_list.last_number())
 
 
 def agree_on_numbers(last_numbers: Iterable[int]) -> None:
     """Go on after the largest of all ranks' `last_number`.
 
-    A rank that has replaced another would begin with 0, and its models would be taken for older
-    ones that somebody on another rank still holds.
+    A rank that has replaced another would begin with 0, and its models, optimizers and loaders
+    would be taken for older ones that somebody on another rank still holds.
     """
     _live.numbers = max(last_numbers)
+    weak_list.count_on(_live.numbers)
 
 
 def layout_of(parameter: torch.Tensor) -> TensorLayout | None:

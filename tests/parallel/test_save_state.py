@@ -10,10 +10,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from nbdist.errors import NbdistError
+from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.accelerator import Accelerator
 from tests.programs.rank import rank, refusal
 from tests.programs.training import BATCH, Net, groups, labels, tokens, use
-from tests.support.torch_ranks import run_ranks
+from tests.support.torch_ranks import on_ranks, run_ranks
 
 Curves = dict[str, list[float]]
 
@@ -152,3 +153,30 @@ def test_a_state_of_accelerates_own_is_read(tmp_path: Path) -> None:
     """Saved by plain Accelerate under DDP, in both of its formats, gone on with here."""
     given = {"folder": str(tmp_path)}
     run_ranks(tmp_path / "run", 2, reads_accelerates_own, arguments=given, BLOCKS="2")
+
+
+@on_ranks(2)
+def test_what_a_new_rank_prepares_is_what_the_others_prepare() -> None:
+    """Its counts begin with 0: nothing is left out of a state, and no older one is taken for it."""
+    use("ddp")
+    accelerator = Accelerator()
+    older = [torch.optim.SGD(Net().parameters(), lr=0.1) for _ in range(3 * (rank == 0))]
+    accelerator._optimizers.extend(older)
+    accelerator._optimizers.clear()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = torch.utils.data.DataLoader(tokens, batch_size=BATCH)
+    parts = accelerator.prepare(model, optimizer, scheduler, loader)
+
+    def kept() -> list[int]:
+        lists = accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders
+        return [len(weak_list) for weak_list in lists]
+
+    save_state.agree(accelerator)
+    assert kept() == [1, 1, 1]
+    if rank == 0:  # a cell that failed here has left one more
+        accelerator._optimizers.extend(older[:1])
+    save_state.agree(accelerator)
+    assert kept() == [1, 1, 1]
+    assert parts

@@ -114,14 +114,22 @@ def agree(accelerator: Any, *, is_collected: bool = False) -> None:
     """
     if not is_collected:
         gc.collect()
-    common = set.intersection(*all_gather_object(numbers(accelerator)))
+    by_rank = all_gather_object([weak_list.entries() for weak_list in _lists(accelerator)])
+    kinds = [[[kind for _, kind in entries] for entries in lists] for lists in by_rank]
+    if all(of_rank == kinds[0] for of_rank in kinds):
+        return  # numbers may differ: a rank that has replaced another begins with 0
+    common = set.intersection(*map(_numbers, by_rank))
     for weak_list in _lists(accelerator):
         weak_list.keep(common)
 
 
 def numbers(accelerator: Any) -> set[int]:
     """Of all that it has prepared and that lives on this rank."""
-    return set().union(*(weak_list.numbers() for weak_list in _lists(accelerator)))
+    return _numbers([weak_list.entries() for weak_list in _lists(accelerator)])
+
+
+def _numbers(lists: list[list[tuple[int, str]]]) -> set[int]:
+    return {number for entries in lists for number, _ in entries}
 
 
 def _lists(accelerator: Any) -> list[WeakList]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-_numbers = itertools.count()
+# Numbers that were given, of all lists.
+_count = 0
+
+
+def last_number() -> int:
+    """How many numbers this rank has given."""
+    return _count
+
+
+def count_on(number: int) -> None:
+    """Go on after a number that other ranks have given: this one may have replaced another."""
+    global _count  # noqa: PLW0603  # one process is one rank
+    _count = max(_count, number)
 
 
 class WeakList:
@@ -33,7 +44,8 @@ class WeakList:
             def reference() -> Any:
                 return obj
 
-        self._entries.append((next(_numbers), reference))
+        self._entries.append((_count, reference))
+        count_on(_count + 1)
 
     def extend(self, several: Iterable[Any]) -> None:
         """Add each that is not in it yet."""
@@ -44,9 +56,10 @@ class WeakList:
         """Hold nothing from now on; numbers that were given are not given again."""
         self._entries.clear()
 
-    def numbers(self) -> set[int]:
-        """The numbers of the entries that still live."""
-        return {number for number, reference in self._entries if reference() is not None}
+    def entries(self) -> list[tuple[int, str]]:
+        """The numbers and classes of the entries that still live, in order."""
+        living = ((number, reference()) for number, reference in self._entries)
+        return [(number, type(obj).__name__) for number, obj in living if obj is not None]
 
     def keep(self, numbers: set[int]) -> None:
         """Hold only entries with these numbers from now on."""
