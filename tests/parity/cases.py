@@ -129,7 +129,6 @@ _EXPERTS = tuple(
         "ep --bf16",
         "fsdp --ep 2",
         "fsdp --ep 2 --shard grad-op --accumulate 2",
-        "fsdp --ep 2 --fp16",
         *("ddp", "zero1", "fsdp", "fsdp1", "tp", "pp", "cp"),
     )
     if (typed, model) != ("tp", "experts")  # tp knows none of its names
