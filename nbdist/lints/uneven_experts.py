@@ -18,7 +18,7 @@ _RANK, _EXPERT, _SHARE = 1.5, 4.0, 0.25
 
 
 def _uneven(subject: str, facts: Facts) -> list[RuleHit]:
-    rows = {rank: sum(map(sum, seen["layers"].values())) for rank, seen in facts.items()}
+    rows = {rank: sum(map(sum, load["layers"].values())) for rank, load in facts.items()}
     total, busiest = sum(rows.values()), max(rows, key=lambda rank: rows[rank])
     if total < _FEWEST or len(rows) == 1:
         return []
@@ -45,9 +45,9 @@ def _uneven(subject: str, facts: Facts) -> list[RuleHit]:
 def _layers(facts: Facts) -> dict[str, Counter[int]]:
     """Of each layer the tokens by expert; several ranks may have the same experts."""
     layers: dict[str, Counter[int]] = {}
-    for seen in facts.values():
-        for layer, tokens in seen["layers"].items():
-            first = seen["share"] * len(tokens)
+    for load in facts.values():
+        for layer, tokens in load["layers"].items():
+            first = load["share"] * len(tokens)
             numbered = {first + number: count for number, count in enumerate(tokens)}
             layers.setdefault(layer, Counter()).update(numbered)
     return layers

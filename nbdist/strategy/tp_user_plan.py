@@ -46,6 +46,17 @@ def read_style(text: object, name: str) -> Style:
     raise OptionError(f"tp_plan: {name} has the style {text!r}. Styles are:\n{styles}")
 
 
+def match_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names of modules that a pattern of a plan means: `*` stands for one part."""
+    wanted = pattern.split(".")
+    return [
+        name
+        for name in names
+        if len(parts := name.split(".")) == len(wanted)
+        and all(map(fnmatch.fnmatchcase, parts, wanted))
+    ]
+
+
 def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
     """A plan of the user's, each pattern put out into the modules that it names.
 
@@ -54,13 +65,7 @@ def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
     """
     plan = {}
     for pattern, text in patterns.items():
-        style, wanted = read_style(text, pattern), pattern.split(".")
-        names = [
-            name
-            for name in layers
-            if len(parts := name.split(".")) == len(wanted)
-            and all(map(fnmatch.fnmatchcase, parts, wanted))
-        ]
+        style, names = read_style(text, pattern), match_names(pattern, layers)
         if not names:
             raise OptionError(
                 f"tp_plan: {pattern} matches no module. Modules are, for example: "

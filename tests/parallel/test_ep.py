@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from nbdist.errors import OptionError
 from nbdist.parallel.ep.experts import find_experts
 from tests.programs import parity
+from tests.programs.experts import Experts
 from tests.programs.parity import WORDS, batch, build_alone, choose, close, compare, put
 from tests.programs.rank import n, rank, refusal
 from tests.support.torch_ranks import on_ranks
@@ -20,30 +21,13 @@ WIDTH, EXPERTS, CHOSEN = 12, 8, 2
 HALF = {"bf16": 4e-3, "fp16": 4e-4}
 
 
-class Experts(nn.Module):
-    """A stack of experts of one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 20) * 0.2)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 20, WIDTH) * 0.2)
-
-    def forward(self, x, which, weights):
-        out = torch.zeros_like(x)
-        for number in range(len(self.up)):
-            token, k = torch.where(which == number)
-            y = torch.tanh(x[token] @ self.up[number]) @ self.down[number]
-            out = out.index_add(0, token, (y * weights[token, k, None]).to(out.dtype))
-        return out
-
-
 class Block(nn.Module):
     """A router, its experts, and one that is shared; `skew` sends nearly all tokens to two."""
 
     def __init__(self, skew: float) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)
-        self.experts = Experts()
+        self.experts = Experts(WIDTH, 20, EXPERTS)
         self.shared = nn.Linear(WIDTH, WIDTH)
         nn.init.zeros_(self.router.bias[2:])
         nn.init.constant_(self.router.bias[:2], skew)
@@ -280,6 +264,11 @@ def test_experts_that_do_not_divide_are_refused() -> None:
     """With the degrees that do."""
     from nbdist.parallel import build
 
+    one, two = make(), choose("ep", {"dp_replicate": 2, "ep": 2})
+    for block in one.blocks:
+        block.experts = Experts(WIDTH, 20, 1)
+    with pytest.raises(OptionError, match=r"2 ranks cannot share the 1 experts .* Use fsdp"):
+        build.plan(build_alone(one, two))
     choice = choose("ep", {"dp_replicate": 3, "ep": 3})
     with pytest.raises(OptionError, match=r"3 ranks cannot share the 8 experts .* --ep 2, 4 or 8"):
         build.plan(build_alone(make(), choice))

@@ -11,6 +11,7 @@ COMMON = """
     from nbdist.switch.rank import switch
     from nbdist.parallel.reshard.redistribute import Reshard, redistribute
     from nbdist.parallel.tensors import local_as
+    from tests.programs.experts import Experts
 
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
     DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,23 +51,10 @@ COMMON = """
         return adapted(llama(2), "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj",
                        "lm_head", "embed_tokens", task_type="CAUSAL_LM")
 
-    class Experts(nn.Module):
-        def __init__(self, width, count=8):
-            super().__init__()
-            self.up = nn.Parameter(torch.randn(count, width, 2 * width) * 0.2)
-            self.down = nn.Parameter(torch.randn(count, 2 * width, width) * 0.2)
-        def forward(self, x, which, weights):
-            out = torch.zeros_like(x)
-            for number in range(len(self.up)):
-                token, k = torch.where(which == number)
-                y = torch.tanh(x[token] @ self.up[number]) @ self.down[number]
-                out = out.index_add(0, token, (y * weights[token, k, None]).to(out.dtype))
-            return out
-
     class Mixture(nn.Module):
         def __init__(self, width, count=8):
             super().__init__()
-            self.router, self.experts = nn.Linear(width, count), Experts(width, count)
+            self.router, self.experts = nn.Linear(width, count), Experts(width, 2 * width, count)
         def forward(self, h):
             x = h.flatten(0, 1)
             weights, which = self.router(x).float().softmax(-1).topk(2)

@@ -477,19 +477,14 @@ BUGS = {
     # Experts that ranks share
     "experts_summed_over_ranks": Bug(
         """
-        from nbdist.parallel.ep import dispatch
-        start("ep", kind=MixedNet)
         class Summed(torch.autograd.Function):
             @staticmethod
             def forward(ctx, *parameters): return tuple(p.view_as(p) for p in parameters)
             @staticmethod
             def backward(ctx, *gradients): return gradients
-        right = dispatch._average
-        dispatch._average = lambda group, *parameters: Summed.apply(*parameters)
-        try:
-            return verified()
-        finally:
-            dispatch._average = right
+        def summed(right):
+            return lambda group, *parameters: Summed.apply(*parameters)
+        return verified_with("_average", summed)
         """,
         "blocks.0.down.experts",
         "scaled: 2 times what it should be, and the degree of dp is 2",
@@ -497,17 +492,10 @@ BUGS = {
     ),
     "copies_of_experts_not_reduced": Bug(
         """
-        from nbdist.parallel.ep import dispatch
-        start("ep", kind=MixedNet, ep=2)
-        right = dispatch._average
-        def alone(group, *parameters):
-            import dataclasses
-            return right(dataclasses.replace(group, copies=None), *parameters)
-        dispatch._average = alone
-        try:
-            return verified()
-        finally:
-            dispatch._average = right
+        import dataclasses
+        def alone(right):
+            return lambda group, *p: right(dataclasses.replace(group, copies=None), *p)
+        return verified_with("_average", alone, ep=2)
         """,
         "blocks.0.down.experts",
         "none of the kinds",
@@ -526,17 +514,12 @@ BUGS = {
     ),
     "tokens_dropped_on_a_rank": Bug(
         """
-        from nbdist.parallel.ep import dispatch
-        start("ep", kind=MixedNet)
-        right = dispatch._compute
-        def drop(module, forward, group, rows, index, weights):
-            kept = torch.arange(len(weights)) < (20 if rank == 1 else len(weights))
-            return right(module, forward, group, rows, index, weights * kept)
-        dispatch._compute = drop
-        try:
-            return verified()
-        finally:
-            dispatch._compute = right
+        def dropping(right):
+            def compute(module, forward, group, rows, index, weights):
+                kept = torch.arange(len(weights)) < (20 if rank == 1 else len(weights))
+                return right(module, forward, group, rows, index, weights * kept)
+            return compute
+        return verified_with("_compute", dropping)
         """,
         "blocks.0.down.experts",
         "tokens of experts went astray",
@@ -544,34 +527,24 @@ BUGS = {
     ),
     "tokens_of_another_expert": Bug(
         """
-        from nbdist.parallel.ep import dispatch
-        start("ep", kind=MixedNet)
-        right = dispatch._compute
-        def swap(module, forward, group, rows, index, weights):
-            return right(module, forward, group, rows, index.flip(0), weights)
-        dispatch._compute = swap
-        try:
-            return verified()
-        finally:
-            dispatch._compute = right
+        def swapping(right):
+            return lambda module, forward, group, rows, index, weights: right(
+                module, forward, group, rows, index.flip(0), weights)
+        return verified_with("_compute", swapping)
         """,
         "blocks.0.down.experts",
         "tokens of experts went astray",
     ),
     "permutation_not_undone": Bug(
         """
-        from nbdist.parallel.ep import dispatch
-        start("ep", kind=MixedNet)
-        right, calls = dispatch._exchange, []
-        def shuffled(rows, *args):
-            calls.append(0)
-            rows = right(rows, *args)
-            return rows if len(calls) % 4 else rows.flip(0)  # the fourth brings results back
-        dispatch._exchange = shuffled
-        try:
-            return verified()
-        finally:
-            dispatch._exchange = right
+        calls = []
+        def shuffling(right):
+            def exchange(rows, *args):
+                calls.append(0)
+                rows = right(rows, *args)
+                return rows if len(calls) % 4 else rows.flip(0)  # the fourth brings results back
+            return exchange
+        return verified_with("_exchange", shuffling)
         """,
         "blocks.0.down.experts",
         "tokens of experts went astray",

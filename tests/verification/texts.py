@@ -7,6 +7,7 @@ SETUP = """
     from nbdist.verification.rank.verify import verify
     from nbdist.verification.verdict import StepRequest
     from nbdist.verification.differences import PHASES
+    from tests.programs.experts import Experts as StackedExperts
     import gc
     import torch.nn.functional as F
     gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
@@ -52,22 +53,10 @@ SETUP = """
                 x = block(x)
             return self.head(self.norm(x))
 
-    class StackedExperts(torch.nn.Module):
-        def __init__(self, size, count=8):
-            super().__init__()
-            self.up = torch.nn.Parameter(torch.randn(count, size, 20) * 0.2)
-            self.down = torch.nn.Parameter(torch.randn(count, 20, size) * 0.2)
-        def forward(self, x, which, weights):
-            out = torch.zeros_like(x)
-            for number in range(len(self.up)):
-                token, k = torch.where(which == number)
-                y = torch.tanh(x[token] @ self.up[number]) @ self.down[number]
-                out = out.index_add(0, token, y * weights[token, k, None])
-            return out
     class Mixture(torch.nn.Module):
         def __init__(self, size=16):
             super().__init__()
-            self.router, self.experts = torch.nn.Linear(size, 8), StackedExperts(size)
+            self.router, self.experts = torch.nn.Linear(size, 8), StackedExperts(size, 20)
         def forward(self, h):
             x = h.flatten(0, 1)
             weights, which = self.router(x).softmax(-1).topk(2)
@@ -176,6 +165,16 @@ SETUP = """
     def verified(**options):
         globals()["planted"] = options
         return verify(StepRequest(code="step(**planted)"))
+    def verified_with(name, change, **options):
+        "With another function of the experts' exchange in the place of one."
+        from nbdist.parallel.ep import dispatch
+        start("ep", kind=MixedNet, **options)
+        right = getattr(dispatch, name)
+        setattr(dispatch, name, change(right))
+        try:
+            return verified()
+        finally:
+            setattr(dispatch, name, right)
     def reset():
         global accelerator, model, optimizer, loader, planted
         model = optimizer = loader = accelerator = planted = None

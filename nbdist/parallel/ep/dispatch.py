@@ -135,7 +135,7 @@ def _compute(
     if trained and torch.is_grad_enabled():
         values = _average(group, *(local[name] for name in trained))
         local.update(zip(trained, values, strict=True))
-    if not len(rows):  # a tensor
+    if not len(rows):
         return _no_rows(rows, weights, *local.values())
     with _parameters_of(module, local):
         return forward(rows, index[:, None], weights[:, None])

@@ -83,10 +83,10 @@ def _parameter_names(base: torch.nn.Module, experts: dict[str, LayerExperts]) ->
 def _refuse_uneven(name: str, layer: LayerExperts, degree: int) -> None:
     if layer.count % degree == 0:
         return
-    fitting = [n for n in divisors(layer.count) if n > 1]
+    fitting = divisors(layer.count)[1:]
+    use = f"--ep {listed(fitting, 'or')}, or fsdp" if fitting else "fsdp"
     raise OptionError(
-        f"{degree} ranks cannot share the {layer.count} experts of {name} evenly. Use --ep "
-        f"{listed(fitting, 'or')}, or fsdp."
+        f"{degree} ranks cannot share the {layer.count} experts of {name} evenly. Use {use}."
     )
 
 

@@ -8,7 +8,6 @@ transformers' models. For others `model.ep_plan = {"layers.*.moe.experts": "expe
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel.libraries.peft_layers import PREFIX, inner_model, is_adapted
 from nbdist.strategy.options import listed
+from nbdist.strategy.tp_user_plan import match_names
 
 # Names of the forward's second and third argument in transformers 5.
 _ARGUMENTS = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
@@ -69,13 +69,7 @@ def _of_plan(base: torch.nn.Module, plan: Mapping[str, object]) -> dict[str, Lay
     for pattern, style in plan.items():
         if style != _STYLE:
             raise OptionError(f"ep_plan: {pattern} has the style {style!r}. There is {_STYLE!r}.")
-        parts = pattern.split(".")
-        names = [
-            name
-            for name in modules
-            if len(path := name.split(".")) == len(parts)
-            and all(map(fnmatch.fnmatchcase, path, parts))
-        ]
+        names = match_names(pattern, modules)
         if not names:
             raise OptionError(f"ep_plan: {pattern} matches no module of {type(base).__name__}.")
         experts.update({name: _layer(modules[name], name) for name in names})
