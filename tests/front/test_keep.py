@@ -248,6 +248,17 @@ def test_a_rank_that_died_meanwhile_comes_back(desk: Desk) -> None:
     assert "[0-1] begun\n[0] True\n[1] False\n" in again.visible
 
 
+def test_ranks_that_another_kernel_has_taken_get_no_more_cells(desk: Desk) -> None:
+    """Not even until the guardian has looked who holds them."""
+    take = "from nbdist.cluster.kernel import run_dir\nrun_dir.take(nbdist.session().cluster.run_dir)"
+    too_late = desk.first.run(f"{take}\nnbdist.session().run('print(1)')")
+    ok(desk.first, "%dist_attach --take")
+
+    assert too_late.error is not None, too_late.visible
+    assert too_late.error.ename == "NotRunning"
+    assert "has taken these ranks" in too_late.error.evalue
+
+
 # Takes no interrupt until a file is there.
 STUCK = """%%rank [0]
 import pathlib, time

@@ -223,6 +223,8 @@ class Cluster:
     @property
     def why_gone(self) -> str:
         """Why the ranks are this kernel's no more, as a sentence without its full stop; or ""."""
+        if not self.taken and self._guard.is_taken:
+            self._note_taken()
         return self.taken or run_dir.ended_from_outside(self.run_dir)
 
     def _note_change(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
-from nbdist.cluster.kernel.guardian import TAKEN, start_ticks
+from nbdist.cluster.kernel.guardian import TAKEN, is_held_by_another, start_ticks
 
 PROGRAM = Path(__file__).with_name("guardian.py")
 CLOSE_DEADLINE_S = 5.0
@@ -42,6 +42,12 @@ class Guard:
     def pid(self) -> int:
         """The guardian's process id."""
         return self._process.pid
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another kernel holds the run, which the guardian tells a moment later."""
+        seconds, hold = self._keep
+        return bool(seconds) and is_held_by_another(str(self._run_dir), hold)
 
     def watch(self, pid: int) -> None:
         """End this process's session too when the kernel goes."""

@@ -200,13 +200,17 @@ class Orders:
     @property
     def is_taken(self) -> bool:
         """Whether another kernel holds the run."""
-        hold = hold_of(self.run_dir)
-        return bool(self.keep_s and hold and hold != self.hold)
+        return bool(self.keep_s) and is_held_by_another(self.run_dir, self.hold)
 
 
 def hold_of(run_dir: str) -> str:
     """The mark of whoever holds a run; empty where that cannot be read."""
     return str(owner_of(run_dir).get("hold", ""))
+
+
+def is_held_by_another(run_dir: str, hold: str) -> bool:
+    """Whether the mark of whoever holds a run is another one than this."""
+    return hold_of(run_dir) not in {hold, ""}
 
 
 def owner_of(run_dir: str) -> dict[str, object]:

@@ -120,7 +120,7 @@ class RankServer:
         self.owner = os.getpid()
         # How it ended where nobody wanted that; "" while it runs.
         self.end = ""
-        self.has_ended = False
+        self._how_ended = ""  # wanted or not
         # Whether nothing is left to be imported: it forks at once.
         self.is_ready = False
         self._send({"env": dict(env), "sys_path": text_path()})
@@ -130,6 +130,11 @@ class RankServer:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has, wanted or not."""
+        return bool(self._how_ended)
 
     @property
     def has_forks(self) -> bool:
@@ -189,6 +194,9 @@ class RankServer:
         """Let it end as soon as all of its forks have."""
         self._send({"do": "end"})
 
+    def _ended(self) -> ServerError:
+        return ServerError(f"the server process {self.pid} ended ({self._how_ended})")
+
     def _late(self, what: str, deadline_s: float) -> str:
         return f"the server process {self.pid} {what} after {deadline_s:.0f} s"
 
@@ -196,7 +204,7 @@ class RankServer:
         future: Future[dict[str, Any]] = Future()
         with self._asking:
             if self.has_ended:
-                future.set_exception(ServerError(f"the server process {self.pid} has ended"))
+                future.set_exception(self._ended())
             else:
                 self._asked.append(future)
                 self._send(request)
@@ -219,11 +227,10 @@ class RankServer:
         code = self._process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         with self._asking:
-            self.has_ended = True
-            self.end = how if code else ""
+            self._how_ended, self.end = how, how if code else ""
         for future in self._asked:
             if future.set_running_or_notify_cancel():
-                future.set_exception(ServerError(f"the server process {self.pid} ended ({how})"))
+                future.set_exception(self._ended())
         while orphans := [fork for fork in list(self._forks.values()) if fork.is_running()]:
             for fork in orphans:
                 fork.note_orphan_end()
