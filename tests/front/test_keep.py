@@ -250,7 +250,9 @@ def test_a_rank_that_died_meanwhile_comes_back(desk: Desk) -> None:
 
 def test_ranks_that_another_kernel_has_taken_get_no_more_cells(desk: Desk) -> None:
     """Not even until the guardian has looked who holds them."""
-    take = "from nbdist.cluster.kernel import run_dir\nrun_dir.take(nbdist.session().cluster.run_dir)"
+    take = (
+        "from nbdist.cluster.kernel import run_dir\nrun_dir.take(nbdist.session().cluster.run_dir)"
+    )
     too_late = desk.first.run(f"{take}\nnbdist.session().run('print(1)')")
     ok(desk.first, "%dist_attach --take")
 
