@@ -1,7 +1,11 @@
 """Weights leave a notebook as one file that transformers loads."""
 
+import ast
 from pathlib import Path
 
+import pytest
+
+from tests.front.test_checkpoint import ok
 from tests.support.kernel import Kernel
 
 MODEL = """%%distributed
@@ -60,3 +64,87 @@ def test_a_models_weights_become_a_file_that_transformers_loads(
         "config.json", "generation_config.json", "model.safetensors", "x.safetensors",
     ]  # fmt: skip
     assert kernel.run(END).status == "ok"
+
+
+# Each token goes to two experts of four; a loss of each rank's own data.
+EXPERTS = """%%distributed
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+config = Qwen3MoeConfig(
+    vocab_size=24, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, head_dim=8,
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_experts=4,
+    num_experts_per_tok=2, max_position_embeddings=16)
+torch.manual_seed({seed} + rank)
+moe = Qwen3MoeForCausalLM(config)
+moe, steps = accelerator.prepare(moe, torch.optim.AdamW(moe.parameters(), lr=0.01, eps=1e-4))
+"""
+TRAINED = """%%distributed
+losses = []
+for number in range(3):
+    draws = torch.Generator().manual_seed({first} + number)
+    words = torch.randint(24, (8, 12), generator=draws).chunk(2)[rank]
+    loss = moe(words, labels=words).loss
+    accelerator.backward(loss)
+    steps.step()
+    steps.zero_grad()
+    losses.append(accelerator.reduce(loss.detach(), "mean").item())
+losses"""
+LOGITS = """%%distributed
+import gc
+moe.eval()
+with torch.no_grad():
+    logits = moe(torch.arange(12)[None]).logits
+moe.train();"""
+# What hub files call them, and the file that has them, on rank 0 alone.
+OPENED = """%%rank[0]
+from safetensors.torch import load_file, load_model
+hub = Qwen3MoeForCausalLM(config)
+load_model(hub, "{folder}/model.safetensors")
+hub.save_pretrained("{folder}/hub")
+names = [sorted(load_file("{folder}" + at + "/model.safetensors")) for at in ("", "/hub")]
+offs = []
+for at in ("{folder}", "{folder}/hub"):
+    opened = Qwen3MoeForCausalLM.from_pretrained(at, local_files_only=True).eval()
+    with torch.no_grad():
+        offs.append((opened(torch.arange(12)[None]).logits - logits).abs().max().item())
+shown = max(offs), [[name for name in each if "layers.1.mlp.experts" in name] for each in names]
+del hub, opened
+gc.collect()
+print(shown)"""
+_EXPERT = "model.layers.1.mlp.experts"
+
+
+def _losses(kernel: Kernel, first: int) -> list[float]:
+    """Of three steps, alike on both ranks; each has other data, from this number on."""
+    cell = kernel.run(TRAINED.format(first=first))
+    assert cell.status == "ok", cell.visible
+    return list(ast.literal_eval(cell.text.partition("] ")[2]))
+
+
+def test_experts_that_were_trained_apart_are_saved_for_every_strategy_and_for_transformers(
+    kernel: Kernel, shared_folder: Path
+) -> None:
+    """Under ep: with moments for fsdp --ep 2 and ddp, as a file with stacked experts for others."""
+    for code in ("%dist_strategy ep", EXPERTS.format(seed=0)):
+        ok(kernel, code)
+    before = _losses(kernel, 0)
+    for code in ("%dist_save mixture", LOGITS, "%dist_save --export stacked"):
+        ok(kernel, code)
+    opened = ok(kernel, OPENED.format(folder=shared_folder / "stacked"))
+    after = _losses(kernel, 3)
+    others = {}
+    for number, name in enumerate(("fsdp --ep 2", "ddp"), 1):
+        for code in (f"%dist_strategy {name}", EXPERTS.format(seed=number)):
+            ok(kernel, code)
+        fresh = _losses(kernel, 3)
+        ok(kernel, "%dist_load mixture")
+        others[name] = _losses(kernel, 3), fresh
+
+    assert before[0] > before[-1]
+    for name, (losses, fresh) in others.items():
+        assert losses == pytest.approx(after, abs=2e-6), name
+        assert abs(fresh[0] - after[0]) > 1e-2, name
+    off, (stacked, hub) = ast.literal_eval(opened.partition("] ")[2])
+    assert off < 1e-6
+    assert stacked == [f"{_EXPERT}.down_proj", f"{_EXPERT}.gate_up_proj"]
+    assert len(hub) == 12
+    assert hub[:3] == [f"{_EXPERT}.0.{part}_proj.weight" for part in ("down", "gate", "up")]

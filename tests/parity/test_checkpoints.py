@@ -21,6 +21,15 @@ def test_what_two_ranks_have_saved_goes_on_on_four_and_on_one(tmp_path: Path) ->
     _run(tmp_path, 1, [("loaded", "ddp", "fsdp", 2)], BLOCKS="2")
 
 
+def test_experts_go_on_on_other_ranks(tmp_path: Path) -> None:
+    """Of a Mixtral: two ranks have four each, four ranks two or, twice, four, one rank all."""
+    source = "ep", 2
+    _run(tmp_path, 2, [("saved", "ep")], KIND="mixtral")
+    four = ("fsdp --ep 2", "ep")
+    _run(tmp_path, 4, [("loaded", name, *source) for name in four], KIND="mixtral")
+    _run(tmp_path, 1, [("loaded", "ddp", *source)], KIND="mixtral")
+
+
 @pytest.fixture(scope="module", name="saved")
 def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of each strategy of SAVED."""

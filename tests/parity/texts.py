@@ -67,11 +67,11 @@ COMMON = """
         net.ep_plan = {"blocks.*.mlp.experts": "experts"}
         return net
 
-    def mixtral():
+    def mixtral(n_blocks=max(4, n), n_heads=max(2, n)):
         from transformers import MixtralConfig, MixtralForCausalLM
         return MixtralForCausalLM(MixtralConfig(
-            vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=max(4, n),
-            num_attention_heads=8, num_key_value_heads=max(2, n), num_local_experts=8,
+            vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=n_blocks,
+            num_attention_heads=8, num_key_value_heads=n_heads, num_local_experts=8,
             num_experts_per_tok=2, max_position_embeddings=32))
 
     MODELS = {"plain": plain, "llama": llama, "gpt2": gpt2, "lora": lora, "experts": experts,

@@ -14,7 +14,7 @@ CHECKPOINTS = (
     folder, EPOCH, BEFORE, AFTER = Path(os.environ["FOLDER"]), 2, 3, 3
     KIND = os.environ["KIND"]
     # The same on any number of ranks: the other texts' models grow with them.
-    MODELS["plain"] = Plain
+    MODELS |= {"plain": Plain, "mixtral": lambda: mixtral(n_blocks=2, n_heads=2)}
 
     def shuffled(seed):
         order = torch.Generator().manual_seed(seed)
