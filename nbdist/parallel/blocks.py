@@ -32,7 +32,10 @@ class BlockList:
 
 
 def find_blocks(model: torch.nn.Module, name: str = "") -> BlockList:
-    """The list with most parameters of those that hold two or more modules of one class.
+    """The list with most parameters of those that hold two or more modules of one kind.
+
+    Of one kind are modules of one class, and those whose classes have a base in common that is not
+    torch's: transformers' layers with attention and with a state space, for example.
 
     Depends on shapes alone: equal on all ranks, and for parameters that are split or on meta.
     No rank is met.
@@ -56,8 +59,8 @@ def find_blocks(model: torch.nn.Module, name: str = "") -> BlockList:
     if not ranked:
         raise OptionError(
             f"{type(model).__name__} has no list of blocks: no ModuleList or Sequential in it "
-            "holds two or more modules of one class with parameters. Name a list that holds "
-            f"its layers with --blocks NAME. {_lists(model)}"
+            "holds two or more modules with parameters that are of one class, or of classes with "
+            f"one base. Name a list that holds its layers with --blocks NAME. {_lists(model)}"
         )
     largest = [blocks for blocks in ranked if _size(blocks) == _size(ranked[0])]
     if len(largest) > 1:
@@ -81,13 +84,22 @@ def _all(model: torch.nn.Module) -> Iterator[BlockList]:
 
 
 def _are_alike(modules: tuple[torch.nn.Module, ...]) -> bool:
-    """Whether they are two or more of one class, each with parameters and called as a whole."""
+    """Whether they are two or more of one kind, each with parameters and called as a whole."""
     return (
         len(modules) > 1
-        and len({type(module) for module in modules}) == 1
+        and _have_one_kind({type(module) for module in modules})
         # Lists of lists: their modules are called one by one, the inner list never.
         and not isinstance(modules[0], torch.nn.ModuleList | torch.nn.ModuleDict)
         and all(any(True for _ in module.parameters()) for module in modules)
+    )
+
+
+def _have_one_kind(classes: set[type[torch.nn.Module]]) -> bool:
+    """Whether it is one class, or they have a base that is not torch's, as mixed layers have."""
+    bases = set.intersection(*(set(each.__mro__) for each in classes))
+    return len(classes) == 1 or any(
+        issubclass(base, torch.nn.Module) and not base.__module__.startswith("torch.")
+        for base in bases
     )
 
 

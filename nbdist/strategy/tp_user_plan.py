@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping
 
 from nbdist.errors import OptionError
@@ -21,7 +22,7 @@ _SYNONYMS = {
     "replicated_with_grad_allreduce": "shared",
 }
 _EXAMPLE = (
-    'model.tp_plan = {"layers.*.attn.wq": "colwise", "layers.*.attn.wk": "colwise", '
+    ' = {"layers.*.attn.wq": "colwise", "layers.*.attn.wk": "colwise", '
     '"layers.*.attn.wv": "colwise", "layers.*.attn.wo": "rowwise", '
     '"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
 )
@@ -76,45 +77,64 @@ def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
             plan[name] = style
     kinds = {style.kind for style in plan.values()}
     if not kinds & {"colwise", "attention", "embedding", "head"}:
-        raise OptionError(f"tp_plan splits nothing: no module in it is colwise. As in: {_EXAMPLE}")
+        raise OptionError(
+            f"tp_plan splits nothing: no module in it is colwise. As in: tp_plan{_EXAMPLE}"
+        )
     if ("colwise" in kinds) != ("rowwise" in kinds):
         raise OptionError(
             "tp_plan has colwise layers without a rowwise one, or the other way round: what a "
-            "colwise layer splits, a rowwise one puts together again. As in: " + _EXAMPLE
+            "colwise layer splits, a rowwise one puts together again. As in: tp_plan" + _EXAMPLE
         )
     return plan
 
 
-def unknown(model: str) -> str:
+def attribute_for(model: object, name: str) -> str:
+    """What the user assigns a plan of this name to.
+
+    transformers' models have properties of such names, which refuse nbdist's styles.
+    """
+    is_property = isinstance(getattr(type(model), name, None), property)
+    return f'vars(model)["{name}"]' if is_property else f"model.{name}"
+
+
+def unknown(model: object) -> str:
     """The message for a model without a plan."""
     return (
-        f"{model}: nbdist knows none of its layer names, and cannot tell what to split (it knows "
-        "names such as q_proj k_proj v_proj -> o_proj, up -> down, fc1 -> fc2, and "
-        f"torch.nn.MultiheadAttention). Give a plan before prepare(): {_EXAMPLE}. "
+        f"{type(model).__name__}: nbdist knows none of its layer names, and cannot tell what to "
+        "split (it knows names such as q_proj k_proj v_proj -> o_proj, up -> down, fc1 -> fc2, and "
+        "torch.nn.MultiheadAttention). Give a plan before prepare(): "
+        f"{attribute_for(model, 'tp_plan')}{_EXAMPLE}. "
         "colwise splits a layer by its outputs; rowwise splits by inputs and sums the results."
     )
 
 
-def incomplete(model: str, plan: Plan, uncovered: tuple[str, ...]) -> str:
-    """The message for a model of which a part has no known names; with the plan of the rest."""
+def incomplete(model: object, plan: Plan, uncovered: tuple[str, ...]) -> str:
+    """The message for a model of which a part has no known names; with the plan of the rest.
+
+    Nothing is split in a module that has layers which are not known: both may work on the same
+    heads.
+    """
+    half_known = {name[: dot.start()] for name in uncovered for dot in re.finditer(r"\.", name)}
     styles = {
         _pattern(name): f"{style.kind}:{style.parts}" if style.parts > 1 else style.kind
         for name, style in plan.items()
+        if style.kind in {"embedding", "head"} or name.rpartition(".")[0] not in half_known
     }
     return (
-        f"{model}: nbdist does not know how to split {_join_patterns(uncovered, _SHOWN)}. "
-        "Every rank would hold these layers whole. If that is right, give this plan before "
-        f"prepare(), otherwise one with more layers in it: model.tp_plan = {styles}"
+        f"{type(model).__name__}: nbdist does not know how to split "
+        f"{_join_patterns(uncovered, _SHOWN)}. Every rank would hold these layers whole. If that "
+        "is right, give this plan before prepare(), otherwise one with more layers in it: "
+        f"{attribute_for(model, 'tp_plan')} = {styles}"
     )
 
 
-def headless(name: str) -> str:
+def headless(model: object, name: str) -> str:
     """The message for attention without an attribute for its heads."""
     return (
         f"{name} has no attribute that says how many heads it has or how wide they are (such as "
         f"{', '.join(HEAD_COUNTS[:3])}, {HEAD_SIZES[0]}), so it cannot be split by heads. Give it "
         "one, or say in a plan which attributes are divided, beside its colwise and rowwise "
-        f'layers: model.tp_plan = {{"{_pattern(name)}": "divide:NAME", ...}}.'
+        f'layers: {attribute_for(model, "tp_plan")} = {{"{_pattern(name)}": "divide:NAME", ...}}.'
     )
 
 

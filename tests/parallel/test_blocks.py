@@ -52,6 +52,21 @@ def test_a_model_can_be_the_list_itself() -> None:
         find_blocks(mixed)
 
 
+def test_layers_of_several_classes_with_one_base_are_alike() -> None:
+    """As in models of which some layers have attention; torch's own classes have nothing alike."""
+
+    class Convolution(Block):
+        pass
+
+    class Attention(Block):
+        pass
+
+    layers = nn.Sequential(Convolution(), Attention(), Convolution())
+
+    assert find_blocks(nn.ModuleDict({"layers": layers})).container is layers
+    assert not candidates(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+
+
 def test_two_largest_lists_are_named() -> None:
     """Nothing is guessed where two lists are alike; one parameter more decides."""
     with pytest.raises(OptionError, match=r"2 lists.*left \(2 x Block\), right \(2 x Block\)"):

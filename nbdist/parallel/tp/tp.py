@@ -112,14 +112,13 @@ def _plan_of(job: ModelBuild, layers: Layers) -> Plan:
         if isinstance(user_plan, Mapping) and user_plan:
             prefix = "" if holder is base else PREFIX
             return read_plan({f"{prefix}{name}": word for name, word in user_plan.items()}, layers)
-    model = type(base).__name__
     result = find_plan(layers, job.grid.degrees.tp)
     if not result.plan:
-        raise OptionError(unknown(model))
+        raise OptionError(unknown(base))
     if result.headless:
-        raise OptionError(headless(result.headless[0]))
+        raise OptionError(headless(base, result.headless[0]))
     if result.missed:
-        raise OptionError(incomplete(model, result.plan, result.missed))
+        raise OptionError(incomplete(base, result.plan, result.missed))
     return result.plan
 
 
