@@ -281,7 +281,7 @@ def test_where_nothing_can_be_restarted_no_text_says_dist_restart(
     two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the refusal of a cell, nor a recovery, nor a cell that does not come back."""
-    monkeypatch.setattr("nbdist.cluster.kernel.run_dir.ended_from_outside", lambda _: "")
+    monkeypatch.setattr(Cluster, "why_gone", "")
     with pytest.raises(RankGone) as caught:
         two_ranks.check_alive([0, 1])
     [line] = recovery.notes(
