@@ -21,6 +21,7 @@ _MISFIT = re.compile(
 )
 
 
+_FREED = "backward through the graph a second time"
 _NO_TARGET = re.compile(r"Target modules .* not found in the base model")  # PEFT 0.21
 
 
@@ -45,7 +46,7 @@ def explain(error: BaseException) -> str:
     # Not imported for this: accelerate comes with it.
     registry = sys.modules.get("nbdist.parallel.registry")
     models: Iterable[Prepared] = () if registry is None else registry.prepared()
-    notes = (find(model, error) for model in models for find in (_stage, _added))
+    notes = (find(model, error) for model in models for find in (_stage, _freed, _added))
     return next(filter(None, notes), "")
 
 
@@ -76,6 +77,17 @@ def _stage(model: Prepared, error: BaseException) -> str:
         f"{path} is of another stage of the pipeline, and its forward does not run on this rank: "
         "what it keeps as an attribute is on that stage's rank alone. Let blocks hand it on and "
         "forward return it, or use ddp or fsdp"
+    )
+
+
+def _freed(model: Prepared, error: BaseException) -> str:
+    """A loss has a part of a stage's graph in it, which the pipeline's own backward has let go."""
+    if model.built.job.choice.degrees.pp == 1 or _FREED not in str(error):
+        return ""
+    return (
+        "A pipeline runs the backward of what forward returns, and of nothing else. An auxiliary "
+        "loss that modules or hooks keep beside it is moreover that of one stage: let blocks hand "
+        "it on and forward return it in its loss, or use ddp or fsdp"
     )
 
 

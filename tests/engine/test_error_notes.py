@@ -42,6 +42,10 @@ TEXT = (
             for handle in handles:
                 handle.remove()
     result["hooks"] = [str(w.message) for w in caught if "forward hooks" in str(w.message)]
+    kept = []
+    own.register_forward_hook(lambda block, args, output: kept.append(output.square().mean()))
+    side = pipeline(x, y) + kept[-1]
+    result["freed"] = note(lambda: side.backward())
     result["other"], result["own"] = note(lambda: other.aux), note(lambda: own.aux)
     result["free"] = note(lambda: nn.Linear(2, 2).aux)
     torch.manual_seed(0)
@@ -86,6 +90,7 @@ def test_what_a_strategy_explains_is_said(tmp_path: Path) -> None:
     for end, there in ((first, "blocks.3"), (second, "blocks.0")):
         assert f"{there} is of another stage of the pipeline" in end["other"]
         assert end["own"] == end["free"] == ""
+        assert "let blocks hand it on and forward return it in its loss" in end["freed"]
         (hooks,) = end["hooks"]
         assert there in hooks
         assert "not called on this rank" in hooks

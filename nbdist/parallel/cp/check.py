@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nbdist.errors import OptionError
 from nbdist.parallel.cp import attention, mixing, split_sequence
-from nbdist.parallel.cp.kept import find_kept, keep_attributes
+from nbdist.parallel.cp.kept import find_holders, find_kept, keep_attributes
 from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.training_state import keep_modes, keep_values, put_back_after, same_random
 
@@ -179,7 +179,7 @@ def _run(
     with _without_trace(trial.base), mode:
         output = torch.func.functional_call(trial.base, visible, call.args, call.kwargs)
         outputs = list(split_sequence.tensors(output))
-        attributes = find_kept(trial.base.named_modules())
+        attributes = find_kept(find_holders(trial.base))
         return _Run(outputs, mode.attention_inputs, mode.is_half, attributes)
 
 

@@ -14,7 +14,7 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel import recomputation
 from nbdist.parallel.cp import attention, check, split_sequence
-from nbdist.parallel.cp.kept import KeptWatch
+from nbdist.parallel.cp.kept_watch import KeptWatch
 from nbdist.parallel.cp.ulysses import check_heads
 from nbdist.parallel.dp.ddp import forget_step
 from nbdist.parallel.mesh import ParallelMesh

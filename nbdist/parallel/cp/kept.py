@@ -1,18 +1,22 @@
-"""What blocks keep as attributes in a forward: a side loss, say, which the training loop adds."""
+"""What a forward keeps beside its result: attributes of modules, and lists that hooks fill.
+
+A side loss, say, which the training loop adds.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import inspect
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nbdist.errors import OptionError
-from nbdist.parallel.cp import split_sequence
+from nbdist.parallel.cp.split_sequence import tensors
 from nbdist.parallel.training_state import PutBack
 
 # Attributes of every module, which are torch's.
@@ -20,42 +24,79 @@ _TORCH = frozenset(vars(torch.nn.Module()))
 # A longer list is data, and not what one forward has made.
 _CONTAINERS = (list, tuple, dict)
 _LONGEST = 256
-
-_HELP = (
-    "Under cp it may be a mean of what each position has for itself, and nothing else. Or use a "
-    "strategy that splits no sequence, such as fsdp"
-)
+# Whose code keeps nothing for a user outside of modules.
+_LIBRARIES = frozenset({"nbdist", "torch", "transformers", "peft", "accelerate"})
 
 
-def find_kept(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, list[torch.Tensor]]:
-    """The tensors of numbers that modules have as attributes, also in lists and dicts, by name."""
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A table of names in which a forward may have put tensors.
+
+    Attributes:
+        path: Of the module in the model.
+        by: Whose code names the table's values, as a message has it; "" where they are the
+            module's attributes.
+        table: Name -> value.
+        names: Those that count; None for all that are not torch's.
+    """
+
+    path: str
+    by: str
+    table: dict[str, Any]
+    names: Collection[str] | None = None
+
+    def items(self) -> Iterator[tuple[str, str, Any]]:
+        """Each value that may hold tensors: its name in a message, its key, itself."""
+        for key in sorted(self.table.keys() & self.names if self.names else [*self.table]):
+            value = self.table[key]
+            is_kept = isinstance(value, _CONTAINERS) and len(value) <= _LONGEST
+            is_kept |= not self.by and isinstance(value, torch.Tensor)
+            if is_kept and (self.by or key not in _TORCH):
+                name = f"{self.path}.{key}" if self.path else key
+                yield f"{key} ({self.by})" if self.by else name, key, value
+
+
+def find_holders(base: torch.nn.Module) -> list[Holder]:
+    """Where `find_kept` may find something: modules, their hooks, and what a forward names."""
+    every = (holder for path, module in base.named_modules() for holder in _of(path, module))
+    return [holder for holder in every if any(holder.items())]
+
+
+def find_kept(holders: Iterable[Holder]) -> dict[str, list[torch.Tensor]]:
+    """The tensors of numbers that are kept, also in lists and dicts, by name; each value once."""
     return {
-        name: [tensor for tensor in split_sequence.tensors(value) if tensor.is_floating_point()]
-        for name, _, _, value in _attributes(modules)
+        name: [tensor for tensor in tensors(value) if tensor.is_floating_point()]
+        for _, name, _, value in entries(holders)
     }
 
 
-def find_holders(base: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules of which `find_kept` may find something, with their names."""
-    return [(path, module) for path, module in base.named_modules() if any(_keys(module))]
+def entries(holders: Iterable[Holder]) -> Iterator[tuple[Holder, str, str, Any]]:
+    """Each value that may hold tensors, once: its holder, its name, its key there, itself."""
+    seen: set[int] = set()
+    for holder in holders:
+        for name, key, value in holder.items():
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield holder, name, key, value
 
 
 def keep_attributes(base: torch.nn.Module) -> PutBack:
     """What modules have as attributes that are not torch's, with the contents of lists and dicts.
 
-    Tensors among them are copied.
+    Tensors among them are copied, and so are the lists that hooks fill.
     """
-    modules = [vars(module) for module in base.modules()]
-    names = [{*table} for table in modules]
+    tables = [Holder(path, "", vars(module)) for path, module in base.named_modules()]
+    names = [{*holder.table} for holder in tables]
     values = [
-        (table, key, value, _contents(value))
-        for _, table, key, value in _attributes(base.named_modules())
+        (holder.table, key, value, _contents(value))
+        for holder, _, key, value in entries(find_holders(base))
     ]
 
     def put_back() -> None:
-        for table, before in zip(modules, names, strict=True):
-            for key in {*table} - before:
-                del table[key]
+        for holder, before in zip(tables, names, strict=True):
+            for _, key, _ in [*holder.items()]:
+                if key not in before:
+                    del holder.table[key]
         for table, key, value, contents in values:
             table[key] = value
             _restore(value, contents)
@@ -63,75 +104,49 @@ def keep_attributes(base: torch.nn.Module) -> PutBack:
     return put_back
 
 
-@dataclass(frozen=True)
-class KeptWatch:
-    """What the modules of a model keep, watched by the gradients that it gets.
+def user_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The forward hooks that neither torch nor nbdist has registered.
 
-    Attributes:
-        base: A model whose forward, with gradients, has run.
-        is_mean: Whether the mean of the ranks' values was the whole's when the model was tried.
-        length: Of this rank's piece. What is as long has its own value for each position.
-        refused: Is called before an error in the middle of a backward.
+    Private: torch gives hooks no other way to be found.
     """
-
-    base: torch.nn.Module
-    is_mean: Mapping[str, bool]
-    length: int
-    refused: Callable[[], None]
-    _warned: set[str] = field(default_factory=set)
-
-    @functools.cached_property
-    def _holders(self) -> list[tuple[str, torch.nn.Module]]:
-        return find_holders(self.base)
-
-    def watch(self) -> None:
-        """After each forward: let the backward raise where ranks' mean is not the whole's value.
-
-        It warns, once for each name, where that is not known.
-        """
-        for name, tensors in find_kept(self._holders).items():
-            if self.is_mean.get(name):
-                continue
-            tell = self._refuse if name in self.is_mean else self._warn
-            for tensor in tensors:
-                if tensor.grad_fn is not None and self.length not in tensor.shape:
-                    tensor.register_hook(functools.partial(tell, name))  # type: ignore[no-untyped-call]
-
-    def _refuse(self, name: str, _gradient: torch.Tensor) -> None:
-        self.refused()
-        raise OptionError(
-            f"the loss uses {name}, which each rank computes from its piece of the sequence, and "
-            f"the mean over ranks is not its value for the whole (tried on a short one). {_HELP}"
-        )
-
-    def _warn(self, name: str, _gradient: torch.Tensor) -> None:
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        warnings.warn(
-            f"The loss uses {name}, which each rank computes from its piece of the sequence. It "
-            "was not there when the model was tried, in eval mode, so it was not compared with "
-            f"its value for the whole sequence. {_HELP}.",
-            stacklevel=2,
-        )
+    hooks: dict[int, Callable[..., Any]] = module._forward_hooks  # noqa: SLF001
+    return [hook for hook in hooks.values() if _root(hook) not in {"nbdist", "torch"}]
 
 
-def _attributes(
-    modules: Iterable[tuple[str, torch.nn.Module]],
-) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """Name in the model, the module's table, key and value of what may hold tensors."""
-    for path, module in modules:
-        for key in _keys(module):
-            yield f"{path}.{key}" if path else key, vars(module), key, vars(module)[key]
+def _of(path: str, module: torch.nn.Module) -> Iterator[Holder]:
+    yield Holder(path, "", vars(module))
+    for hook in user_hooks(module):
+        for table, names in _reached(hook):
+            yield Holder(path, f"in a hook on {path or 'the model'}", table, names)
+    if _root(type(module)) not in _LIBRARIES:
+        for table, names in _reached(type(module).forward):
+            yield Holder(path, f"in {path or 'the model'}", table, names)
 
 
-def _keys(module: torch.nn.Module) -> Iterator[str]:
-    table = vars(module)
-    for key in sorted(table.keys() - _TORCH):
-        value = table[key]
-        is_short = isinstance(value, _CONTAINERS) and len(value) <= _LONGEST
-        if is_short or isinstance(value, torch.Tensor):
-            yield key
+def _reached(function: Any) -> Iterator[tuple[dict[str, Any], Collection[str] | None]]:
+    """The tables with what a function's code names: its owner's, its closure's, its module's."""
+    while isinstance(function, functools.partial):
+        yield {str(number): value for number, value in enumerate(function.args)}, None
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, torch.nn.Module):
+        yield getattr(owner, "__dict__", {}), None
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if inspect.isfunction(function):
+        yield dict(_cells(function)), None
+        yield dict(zip("defaults", function.__defaults__ or (), strict=False)), None
+        # The table itself: a notebook makes a new list for each step.
+        yield function.__globals__, frozenset(function.__code__.co_names)
+
+
+def _cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+            yield name, cell.cell_contents
+
+
+def _root(code: Any) -> str:
+    return str(getattr(code, "__module__", "")).partition(".")[0]
 
 
 def _contents(value: Any) -> Any:

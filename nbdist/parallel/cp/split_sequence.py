@@ -11,12 +11,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from nbdist.parallel.libraries import router_logits
 from nbdist.parallel.libraries.peft_layers import inner_model
 
 # As in torch.nn.functional.cross_entropy.
 _IGNORED = -100
 # transformers' names of limits to how far attention looks back.
 _LIMITS = ("sliding_window", "attention_chunk_size")
+
+_ROUTER_LOGITS = (
+    "output_router_logits: each rank has the router logits of its piece of the sequence, and the "
+    "auxiliary loss of pieces is not that of the whole. "
+    f"{router_logits.WITHOUT}"
+)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -112,7 +119,8 @@ def why_whole(call: inspect.BoundArguments, config: Any, size: int) -> str:
                 f"the model's {name} is {limit}, less than the sequence of {n_positions}: that "
                 "attention cannot be split"
             )
-    return ""
+    is_asked = router_logits.are_asked(config, {**call.kwargs, **call.arguments})
+    return _ROUTER_LOGITS if is_asked else ""
 
 
 def cut(call: inspect.BoundArguments, start: int, stop: int, n_batch: int = 0) -> Any:

@@ -24,6 +24,8 @@ from torch.distributed.pipelining import (
 )
 
 from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel.cp.kept import user_hooks
+from nbdist.parallel.libraries import router_logits
 from nbdist.parallel.pp.absent import refuse_state_dict
 from nbdist.parallel.pp.loss_node import LossNode
 from nbdist.parallel.pp.outer_loss import OuterLossStep
@@ -107,9 +109,16 @@ class Pipeline(torch.nn.Module):
         Raises:
             NbdistError: The model has failed on another rank, uses what its stage does not have,
                 or ranks were given different batches.
-            OptionError: The batch cannot be cut into the micro-batches that were asked for.
+            OptionError: The batch cannot be cut into the micro-batches that were asked for, or the
+                model is to return router logits.
         """
         self._tell_unheard_hooks()
+        if router_logits.are_asked(getattr(self.module, "config", None), kwargs):
+            raise OptionError(
+                "output_router_logits: each stage of a pipeline has the router logits of its own "
+                "layers, and the last one would compute the auxiliary loss of these alone. "
+                f"{router_logits.WITHOUT}"
+            )
         batch = pack((args, kwargs))
         if self.training and torch.is_grad_enabled():
             trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -260,9 +269,8 @@ class Pipeline(torch.nn.Module):
         key = len(pieces), pieces[0].skeleton, kinds, lowered
         if self._is_known_everywhere(key, len(pieces)):
             return self._plans[key]
-        buffers = {name: b for name, b in self.module.named_buffers() if not b.is_meta}
         is_halved = self._job.choice.options.schedule == "zb"
-        findings = infer(self._root, pieces[0], self._route, buffers, is_halved=is_halved)
+        findings = infer(self._root, pieces[0], self._route, self.module, is_halved=is_halved)
         schedule = self._schedule(findings, len(pieces)) if findings.has_loss else None
         plan = PipelinePlan(findings, schedule)
         self._plans.pop(key, None)
@@ -330,7 +338,7 @@ class Pipeline(torch.nn.Module):
         names = [
             name
             for name, module in self._elsewhere
-            if name not in self._warned and _has_hook_of_user(module)
+            if name not in self._warned and user_hooks(module)
         ]
         if names:
             self._warned.update(names)
@@ -382,13 +390,6 @@ class Pipeline(torch.nn.Module):
             if self._holders[name] is None:
                 buffer = self.module.get_buffer(name)
                 dist.broadcast(buffer, group=self._route.group, group_src=rank)
-
-
-def _has_hook_of_user(module: torch.nn.Module) -> bool:
-    """Private: torch gives hooks no other way to be found."""
-    hooks: Mapping[int, Any] = module._forward_hooks  # noqa: SLF001
-    origins = (str(getattr(hook, "__module__", "")) for hook in hooks.values())
-    return any(origin.partition(".")[0] not in {"nbdist", "torch"} for origin in origins)
 
 
 def _is_cut(piece: Findings, whole: Findings, count: int) -> bool:

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch.autograd.graph import Node, get_gradient_edge
 
 from nbdist.errors import NbdistError
+from nbdist.parallel.cp.kept import keep_attributes
 from nbdist.parallel.dp.fsdp import settle
+from nbdist.parallel.pp import side_values
 from nbdist.parallel.pp.outputs import find_loss, has_nan, only_loss, without_cache
 from nbdist.parallel.pp.p2p_tensors import StageBoundary
 from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
@@ -91,6 +93,17 @@ class _Report:
     digest: str
     output: tuple[bool, bytes, tuple[torch.Size, ...], torch.dtype] | None
     changed: tuple[str, ...]
+    side: side_values.SideValues
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What runs with what: this rank's stages of the user's model with a micro-batch."""
+
+    root: Stages
+    batch: FlatValue
+    route: Route
+    base: torch.nn.Module
 
 
 def failure_of(stage: int, error: Exception) -> NbdistError:
@@ -122,21 +135,26 @@ def infer(
     root: Stages,
     batch: FlatValue,
     route: Route,
-    buffers: dict[str, Any],
+    base: torch.nn.Module,
     *,
     is_halved: bool = False,
 ) -> Findings:
     """Run a micro-batch and see. Collective: the ranks of a pipeline. Leaves no trace.
 
-    With `is_halved` also find out whether backwards can run in two halves.
+    With `is_halved` also find out whether backwards can run in two halves. `base` is the user's
+    model.
 
     Raises:
         NbdistError: As `evaluate`; ranks were given different batches; or the model uses what its
             stage does not have.
     """
-    with torch.no_grad(), _without_trace(route.device, buffers) as find_changed:
+    with (
+        torch.no_grad(),
+        _without_trace(route.device, base) as find_changed,
+        side_values.noting(base, _parts(root)) as find_side_values,
+    ):
         run = _run_through(root, batch, route, is_checked=True, is_halved=is_halved)
-        names = tuple(find_changed())
+        names, side = tuple(find_changed()), find_side_values()
     output = None
     if not run.failed and route.here == route.rank_of(route.stages - 1):
         value = run.ends[-1][1]
@@ -146,12 +164,16 @@ def infer(
         shapes = tuple(tensor.shape for tensor in packed.tensors)
         output = find_loss(value) is not None, packed.skeleton, shapes, dtype
     own_batch = digest(leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))
-    report = _Report(run.failed, own_batch, output, names)
+    report = _Report(run.failed, own_batch, output, names, side)
     reports: list[Any] = [None] * route.ranks
     dist.all_gather_object(reports, report, group=route.group)
+    elsewhere = {k: v for r in reports if r is not reports[route.here] for k, v in r.side.items()}
     if run.error is not None:
+        _tell_missing(run.error, elsewhere)
         raise run.error
     _check(reports, dist.get_process_group_ranks(route.group))
+    if any(each.side for each in reports):
+        _refuse_side_values(_Trial(root, batch, route, base), run, elsewhere)
     has_loss, skeleton, shapes, dtype = next(r.output for r in reports if r.output is not None)
     borders = tuple(
         (
@@ -263,9 +285,49 @@ def _check(reports: Sequence[_Report], ranks: Sequence[int]) -> None:
         raise different_inputs(ranks)
 
 
+def _tell_missing(error: Exception, elsewhere: side_values.SideValues) -> None:
+    """Raise in words of our own where forward asks for what another stage's blocks keep."""
+    asked = error.name if isinstance(error, AttributeError) else ""
+    names = sorted(name for name in elsewhere if asked and name.endswith(f".{asked}"))
+    if names:
+        raise side_values.refusal(names) from error
+
+
+def _refuse_side_values(trial: _Trial, run: _Run, elsewhere: side_values.SideValues) -> None:
+    """Raise, on every rank, if a stage's result depends on what other stages' blocks keep."""
+    names: set[str] = set()
+    for part, (received, result) in zip(_parts(trial.root), run.ends, strict=True):
+        if part.is_first or not _uses(trial, part, received, elsewhere) or has_nan(result):
+            continue
+        for values in side_values.by_attribute(elsewhere):
+            names |= {*values} if _uses(trial, part, received, values) else set()
+    settle(trial.root)
+    everywhere: list[set[str]] = [set()] * trial.route.ranks
+    dist.all_gather_object(everywhere, names, group=trial.route.group)
+    if names := set().union(*everywhere):
+        raise side_values.refusal(sorted(names))
+
+
+def _uses(trial: _Trial, part: StageModule, received: Any, values: side_values.SideValues) -> bool:
+    """Whether a stage's result depends on these values, which are not made on its rank."""
+    device = trial.route.device
+    with (
+        torch.no_grad(),
+        _without_trace(device, trial.base),
+        side_values.unknown(trial.base, part, values, device),
+    ):
+        try:
+            result = trial.root(received, batch=trial.batch, part=part)
+        except Exception:  # noqa: BLE001  # the model's code may refuse NaN in words of its own
+            return True
+        return has_nan(only_loss(result) if part.is_last else result)
+
+
 @contextmanager
-def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[Any]:
-    """Put random numbers and buffers back. Yields a function that says which have changed."""
+def _without_trace(device: torch.device, base: torch.nn.Module) -> Iterator[Any]:
+    """Put random numbers, buffers and attributes back. Yields what says which buffers changed."""
+    buffers = {name: buffer for name, buffer in base.named_buffers() if not buffer.is_meta}
+    put_back = keep_attributes(base)
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
 
     def find_changed() -> Iterator[str]:
@@ -277,6 +339,7 @@ def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[An
         try:
             yield find_changed
         finally:
+            put_back()
             for name, buffer in buffers.items():
                 buffer.copy_(copies[name])
 

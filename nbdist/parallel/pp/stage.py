@@ -128,6 +128,7 @@ class StageModule(torch.nn.Module):
         tree: What it holds of the model.
         incoming, outgoing: What goes in and out; None at the ends, and before the first step.
         current: The step that runs.
+        before_blocks: Is called in each forward before the first own block, if it is there.
     """
 
     def __init__(self, blocks: BlockList, span: range, index: int, tree: torch.nn.Module) -> None:
@@ -142,6 +143,7 @@ class StageModule(torch.nn.Module):
         self.outgoing: StageBoundary | None = None
         self.current = StageStep()
         self._wiring: Wiring | None = None
+        self.before_blocks: Callable[[], None] | None = None
         self._received: Any = None
         self._nothing: FlatValue | None = None
         self._unknown_number = _NAN
@@ -178,6 +180,8 @@ class StageModule(torch.nn.Module):
         assert self._wiring is not None
         args, kwargs = unpack(batch.skeleton, batch.leaves)
         self._received = received
+        if self.is_first:
+            self._arrive()
         try:
             with self._standing_in(self._wiring):
                 value = self._wiring.model(*args, **kwargs)
@@ -240,7 +244,7 @@ class StageModule(torch.nn.Module):
 
     def _stand_in(self, position: int, block: Any) -> torch.nn.Module:
         if position == self.span.start - 1:
-            return StandIn(block, lambda *_, **__: self._received)
+            return StandIn(block, self._arrive)
         if position < self.span.start:
             return StandIn(block, self._unknown)
         if position >= self.span.stop:
@@ -270,6 +274,11 @@ class StageModule(torch.nn.Module):
             torch.backends.mha.set_fastpath_enabled(is_fast)
             for missing, parameter in zip(wiring.missing, parameters, strict=True):
                 missing.table[missing.key] = parameter
+
+    def _arrive(self, *_: Any, **__: Any) -> Any:
+        if self.before_blocks is not None:
+            self.before_blocks()
+        return self._received
 
     def _unknown(self, *_: Any, **__: Any) -> Any:
         """Of the form that blocks return; of one memory for all blocks."""
