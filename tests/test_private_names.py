@@ -79,7 +79,7 @@ NAMES = {
     "torch.autograd": ("_profiler_enabled",),
     "torch.nn:Module": ("_parameters", "_buffers", "_modules", "_forward_hooks"),
     "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks"),
-    "torch.optim:Optimizer": ("_group_tensors_by_device_and_dtype",),
+    "torch.optim:Optimizer": ("_group_tensors_by_device_and_dtype", "hooked"),
     "torch": ("_foreach_norm", "_foreach_mul_", "_dynamo"),
     "torch.ops.aten": (
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",

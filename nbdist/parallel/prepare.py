@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from torch.optim import Optimizer
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import build, events, live_models, module_patches
 from nbdist.parallel.consensus import all_or_none
-from nbdist.parallel.dp import fsdp, fsdp1, zero1
+from nbdist.parallel.dp import fsdp, zero1
 from nbdist.parallel.libraries import quantized
 from nbdist.parallel.mesh import ParallelMesh
+from nbdist.parallel.optimizers import first_step, rules
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import (
     agree_on_numbers,
@@ -96,13 +98,12 @@ def bind(optimizer: Optimizer) -> None:
     names = names_in(optimizer)
     if not names:
         return
-    steps = steps_of(current())
-    if "zero1" in steps:
-        zero1.check(optimizer)
-    if "fsdp1" in steps and optimizer not in bound_optimizers():
-        fsdp1.check_optimizer(optimizer)
+    choice, layouts = current(), [model.layouts[name] for model, name, _ in names.values()]
+    rules.check(optimizer, choice, layouts)
     before, after = {}, {}
     is_new = optimizer not in bound_optimizers()  # its state, if there is any, is whole
+    if is_new and "flat" in rules.ways(choice, layouts):
+        rules.name_unknown(optimizer)
     for key, (model, name, parameter) in names.items():
         is_other = parameter is not model.parameters[name]
         if is_other or (is_new and state_side(model.built, name) != model.whole(name)):
@@ -128,14 +129,21 @@ def attach_steps(optimizer: Optimizer, models: list[Prepared]) -> None:
     detach = bound.get(optimizer)
     if detach is not None:
         detach()
-    bound[optimizer] = None
+    # Before zero1, which hides gradients.
+    detaches = [first_step.attach(optimizer)]
     if "zero1" in steps_of(current()):
         owners = {
             id(model.parameters[name]): owner
             for model in models
             for name, owner in owner_names(model.built).items()
         }
-        bound[optimizer] = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
+        detaches.append(zero1.attach(optimizer, owners, grid().group("dp_replicate")))
+    bound[optimizer] = functools.partial(_call_all, tuple(filter(None, detaches)))
+
+
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 Strides = dict[str, tuple[int, ...]]

@@ -208,11 +208,11 @@ def test_scaler_and_accumulation_follow_the_options() -> None:
 
 def what_has_no_fused_step_is_refused(other: Accelerator, net: torch.nn.Module) -> None:
     """While nothing has changed."""
-    rprop = other.prepare(torch.optim.Rprop(net.parameters(), lr=0.1))
-    before_ids = [id(p) for p in rprop.param_groups[0]["params"]]
-    assert "Rprop" in refusal(lambda: switch(choose("ddp", {"fused": True}, n)), OptionError)
+    rmsprop = other.prepare(torch.optim.RMSprop(net.parameters(), lr=0.1))
+    before_ids = [id(p) for p in rmsprop.param_groups[0]["params"]]
+    assert "RMSprop" in refusal(lambda: switch(choose("ddp", {"fused": True}, n)), OptionError)
     assert registry.current().name == "fsdp"
-    assert [id(p) for p in rprop.param_groups[0]["params"]] == before_ids
+    assert [id(p) for p in rmsprop.param_groups[0]["params"]] == before_ids
 
 
 def values(optimizer):

@@ -11,7 +11,8 @@ from torch import nn
 
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
-from nbdist.parallel.dp import fsdp, fsdp1
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.optimizers import rules
 from nbdist.strategy.choose import choose
 from tests.programs import parity
 from tests.programs.parity import FP32, batch, close, compare, freeze, make, own_part, put
@@ -301,7 +302,9 @@ def test_optimizers_of_whole_tensors_are_refused_where_parameters_are_flat() -> 
     adafactor = torch.optim.Adafactor(model.parameters())
     sentence = refusal(lambda: accelerator.prepare(adafactor))
 
-    assert sentence.startswith("Adafactor looks at whole matrices or at all gradients together")
-    assert "Muon" in refusal(lambda: fsdp1.check_optimizer(muon))
+    assert sentence.startswith("Adafactor takes norms of rows, columns and whole matrices")
+    assert "Muon looks at whole matrices" in refusal(
+        lambda: rules.check(muon, registry.current(), ())
+    )
     assert lines.getvalue().count("under fsdp1 Lamb gets this rank's pieces") == 1
     assert "AdamW" not in lines.getvalue()

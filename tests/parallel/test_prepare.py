@@ -297,7 +297,7 @@ def refuses_switches() -> None:
     del user.left.extra
     user.small = nn.Linear(2, 2)
     user.lbfgs = torch.optim.LBFGS(live.prepare_model(user.small).parameters())
-    refused(lambda: switch.switch(pick("zero1")), "LBFGS looks at all gradients at once")
+    refused(lambda: switch.switch(pick("zero1")), "LBFGS looks at all gradients together")
     del user.small, user.lbfgs
     switch.switch(pick("ddp"))
     user.adafactor = torch.optim.Adafactor(user.left.parameters())

@@ -6,8 +6,6 @@ layout of its own, so a live model can be switched neither to FSDP1 nor from it.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -22,40 +20,6 @@ _STRATEGIES = {
     "grad-op": ShardingStrategy.SHARD_GRAD_OP,
     "hybrid": ShardingStrategy.HYBRID_SHARD,
 }
-
-# torch's that treat each element by itself: a flat piece is to them what a matrix is.
-_BY_ELEMENT = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
-        "Rprop", "SGD",
-    )
-)  # fmt: skip
-_BY_TENSOR = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that looks at whole tensors; name one of which nobody knows.
-
-    Its parameters are this rank's pieces of flat ones, without shapes. Meets no rank.
-
-    Raises:
-        OptionError: It is one of torch's that would compute something else, without a word.
-    """
-    kind = type(optimizer)
-    if issubclass(kind, _BY_TENSOR):
-        raise OptionError(
-            f"{kind.__name__} looks at whole matrices or at all gradients together, and fsdp1 "
-            "gives it this rank's pieces of flat parameters. Use fsdp or ddp, or an optimizer that "
-            "treats each element by itself (AdamW, SGD)."
-        )
-    if kind not in _BY_ELEMENT:
-        print(  # noqa: T201  # into the cell's output
-            f"prepare: under fsdp1 {kind.__name__} gets this rank's pieces of flat parameters. If "
-            "it looks at matrices or norms, it computes something else than in one process. fsdp "
-            "and ddp keep their shapes.",
-            file=sys.stderr,
-        )
 
 
 def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from nbdist.errors import OptionError
 from nbdist.parallel.transform import Transform
 from nbdist.strategy.tensor_layout import TensorLayout
 
@@ -41,15 +40,6 @@ def owners(
         owner_of[name] = loads.index(min(loads))
         loads[owner_of[name]] += sizes[name]
     return owner_of
-
-
-def check(optimizer: Optimizer) -> None:
-    """Raises an OptionError for an optimizer that looks at all parameters at once: LBFGS."""
-    if isinstance(optimizer, LBFGS):
-        raise OptionError(
-            "LBFGS looks at all gradients at once, so zero1 cannot split its state. Use ddp, or "
-            "an optimizer that treats each parameter by itself (AdamW, SGD)."
-        )
 
 
 @dataclass(slots=True)

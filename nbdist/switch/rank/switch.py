@@ -29,8 +29,9 @@ from nbdist.parallel.consensus import (
     rank,
     world_size,
 )
-from nbdist.parallel.dp import fsdp, zero1
+from nbdist.parallel.dp import fsdp
 from nbdist.parallel.mesh import ParallelMesh
+from nbdist.parallel.optimizers import rules
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, local_state
@@ -39,7 +40,7 @@ from nbdist.parallel.reshard.redistribute import Reshard, redistribute
 from nbdist.parallel.training_state import same_random
 from nbdist.parallel.transform import ModelBuild
 from nbdist.rpc.rank import progress
-from nbdist.strategy.choice import Strategy, label, rows_of, steps_of
+from nbdist.strategy.choice import Strategy, label, rows_of
 from nbdist.strategy.tensor_layout import transfers
 from nbdist.switch.rank import copies
 from nbdist.switch.rank.commit import WHAT, Commit, ModelMove, display_name
@@ -213,8 +214,8 @@ def _bring(
     buffers: list[Reshard] = []
     local: dict[str, torch.Tensor] = {}
     for handle in handles:
-        if "zero1" in steps_of(job.choice):
-            zero1.check(handle.optimizer)
+        after = [planned[id(model)].layouts[name] for model, name, _ in handle.names.values()]
+        rules.check(handle.optimizer, job.choice, after)
         old, new = {}, {}
         for key, (model, name, _) in handle.names.items():
             old[key] = registry.state_side(model.built, name)

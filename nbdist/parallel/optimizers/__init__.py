@@ -1,0 +1,1 @@
+"""Whether an optimizer computes under a strategy what it computes in one process."""
