@@ -14,6 +14,7 @@ from nbdist.lints import (
     beside_wrapper,
     bf16_scaler,
     effective_batch,
+    experts,
     gradients_apart,
     initial_values,
     loss_not_divided,
@@ -22,7 +23,6 @@ from nbdist.lints import (
     parameters_apart,
     same_data,
     sharded_twice,
-    uneven_experts,
     unused_parameters,
     workers,
 )  # fmt: skip
@@ -37,7 +37,7 @@ _ALL = (
     loss_not_divided.LINT, effective_batch.LINT, unused_parameters.LINT,
     unused_parameters.DEAD_PARAMETERS, beside_wrapper.LINT, gradients_apart.LINT,
     initial_values.LINT, initial_values.SHARD_SEEDS, parameters_apart.LINT, apart_since.LINT,
-    bf16_scaler.LINT, memory_shortage.LINT, workers.LINT, uneven_experts.LINT,
+    bf16_scaler.LINT, memory_shortage.LINT, workers.LINT, experts.LINT, experts.UNTRAINED_ROUTER,
 )  # fmt: skip
 LINTS = {lint.name: lint for lint in _ALL}
 

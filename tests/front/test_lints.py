@@ -322,6 +322,52 @@ def test_uneven_experts_are_told(linted: Kernel) -> None:
     assert "expert 2 of experts in mixture got 100% of its layer's tokens" in uneven.stderr
 
 
+_ROUTED = """
+class Routed(torch.nn.Module):
+    def __init__(self, weigh):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weigh, self.router = weigh, torch.nn.Linear(8, 4)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        torch.nn.init.zeros_(self.experts[0].weight)
+    def forward(self, x):
+        scores, which = self.router(x).topk(2)
+        weights = self.weigh(scores)
+        made = torch.stack([expert(x) for expert in self.experts], 1)
+        picked = made.gather(1, which[..., None].expand(-1, -1, 8))
+        return (picked * weights[..., None]).sum(1).square().mean()
+def step(weigh):
+    global mixture, optimizer
+    mixture = Routed(weigh)
+    optimizer = torch.optim.SGD(mixture.parameters(), 0.1)
+    mixture, optimizer = accelerator.prepare(mixture, optimizer)
+    for _ in range(3):
+        mixture(torch.randn(64, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_router_that_learns_nothing_is_told(linted: Kernel) -> None:
+    """No gradient of detached weights, zeros of a softmax over one; not where it learns."""
+    linted.run("%dist_strategy fsdp")
+    right = linted.run(f"%%distributed\n{_ROUTED}\nstep(lambda scores: scores.softmax(-1))")
+    detached = linted.run("%%distributed\nstep(lambda scores: scores.detach().softmax(-1))")
+    linted.run("%dist_check --tell all")
+    always_1 = linted.run(
+        "%%distributed\nstep(lambda scores: scores[..., None].softmax(-1)[..., 0])"
+    )
+    linted.run("%%distributed\ndel mixture, optimizer, step\nn = gc.collect()")
+    linted.run("%dist_strategy ddp")
+
+    assert (right.status, right.stderr) == ("ok", "")
+    for cell in (detached, always_1):
+        assert (
+            "lint untrained-router [0-1]: router.weight of mixture got no gradient in a step in "
+            "which the experts got one"
+        ) in cell.stderr, cell.visible
+
+
 @pytest.mark.parametrize("name", _LINTS)
 def test_what_is_wrong_is_told_once_and_what_is_right_never(linted: Kernel, name: str) -> None:
     """In the output of the cell, with what to do; the same cell again is silent.

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import SourceLine
 from nbdist.hang.text import place_text
-from nbdist.lints.rank import ddp, watch
+from nbdist.lints.rank import ddp, experts, watch
 from nbdist.lints.unused_parameters import SHOWN_NAMES
 from nbdist.parallel import events
 
@@ -226,11 +226,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         ddp.look_unreduced(optimizer, model)
     if optimizer not in state.stepped:
         _look_at_dead(optimizer)
-    has_backward = state.backwards > stepper.backwards
-    if stepper.ddps and has_backward:
-        _look_at_ddps(optimizer, stepper)
-    if max(state.lines.values(), default=1) > 1 and has_backward:
-        _look_at_lines(optimizer, stepper)
+    if state.backwards > stepper.backwards:
+        _look_at_backward(optimizer, stepper)
     stepper.lines = dict(state.lines)
     state.lines.clear()
     state.cleared.clear()
@@ -240,6 +237,14 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if _probe_tensor() is None:
         graded = (p for p in watch.parameters_by_id(optimizer).values() if p.grad is not None)
         state.probe = next(map(weakref.ref, graded), None)
+
+
+def _look_at_backward(optimizer: Optimizer, stepper: _Stepper) -> None:
+    experts.look_at_routers(optimizer)
+    if stepper.ddps:
+        _look_at_ddps(optimizer, stepper)
+    if max(_state.lines.values(), default=1) > 1:
+        _look_at_lines(optimizer, stepper)
 
 
 @watch.guarded("dead-parameters")

@@ -1,4 +1,4 @@
-"""A rank of an expert-parallel model that computes much more than the others.
+"""Mixtures of experts: a rank with too many tokens, and a router that learns nothing.
 
 The facts come from lints/rank/experts.
 """
@@ -76,4 +76,40 @@ LINT = Lint(
             1: {"share": 1, "layers": {"layers.0.experts": [30, 30]}},
         },
     ),
+)
+
+
+def _untrained(subject: str, facts: Facts) -> list[RuleHit]:
+    """Of routers that no rank has a gradient of, and whose experts have one on any."""
+    trained: dict[str, bool] = {}
+    for rank_facts in facts.values():
+        for router, (has_gradient, experts_have) in rank_facts["routers"].items():
+            # True as soon as one rank has a gradient, absent while the experts have none either.
+            if has_gradient or experts_have:
+                trained[router] = trained.get(router, False) or has_gradient
+    names = [router for router, is_trained in trained.items() if not is_trained]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    sentence = (
+        f"{names[0]}{more} of {subject} got no gradient in a step in which the experts got one"
+    )
+    return [RuleHit(sentence, tuple(facts))]
+
+
+UNTRAINED_ROUTER = Lint(
+    name="untrained-router",
+    when="the router of a mixture of experts gets no gradient, and its experts get one",
+    judge=_untrained,
+    why="it stays as it was initialized, so which expert gets a token is never learnt",
+    do="multiply what each expert returns by the router's weight for it, and compute that weight "
+    "with gradients: without torch.no_grad() and detach(), not by argmax alone, and for one "
+    "expert per token by a softmax over all experts (over one it is always 1)",
+    conditions="in an optimizer's first step the router of a mixture in a prepared model has no "
+    "gradient, or in its third one zeros on all ranks, while experts have gradients (the first "
+    "steps of a warmup change nothing, and experts that begin at zero give no gradient). A router "
+    "is a trained matrix beside the experts with their number as one of its dims",
+    exceptions="routers and experts in different optimizers, and under fsdp1 and deepspeed, which "
+    "keep gradients elsewhere",
+    example=("model", {0: {"routers": {"layers.0.router.weight": [False, True]}}}),
 )
