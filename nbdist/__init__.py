@@ -187,6 +187,7 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     optimizer: str | None = None,
     recipe: str | None = None,
     samples: int = 0,
+    imbalance: float = 1.0,
     engine: str | None = None,
     inputs: str = "",
     network: float | None = None,
@@ -219,6 +220,7 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
         optimizer: adamw (the default), sgd and others; of a model on the ranks its own.
         recipe: What is stored for a parameter: "fp32", "autocast", "mixed" or "bf16".
         samples: The effective batch of all ranks; sets accumulate.
+        imbalance: Rows of the rank that gets most of those that share experts, by their mean.
         engine: "formulas", or "fake": a step with fake tensors in a process of its own.
         inputs: A variable on the ranks that a model there is called with.
         network: GB/s that a host can send to others; default: what such hosts commonly have.
@@ -240,7 +242,7 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     from nbdist.planner.request import PlanRequest
     from nbdist.planner.workload import Workload
 
-    load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
+    load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples, imbalance=imbalance)
     asked = PlanRequest(
         ranks, gpu, memory, engine, inputs, optimizer, network, price, tokens, copies, nodes,
         keep_free, search, lora, targets, quant,

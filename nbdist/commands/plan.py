@@ -28,6 +28,7 @@ from nbdist.notebook.verb import (
     ANYWHERE,
     Option,
     Verb,
+    positive_number,
     rank_count,
     strategy_given,
     strategy_options,
@@ -294,7 +295,7 @@ def dist_plan(values: Namespace) -> View:
         given["checkpoint"] = given["checkpoint"] or "full"
     load = Workload(
         values.batch, values.sequence, values.optimizer or OPTIMIZER, values.recipe or "",
-        values.samples or 0,
+        values.samples or 0, imbalance=values.imbalance,
     )  # fmt: skip
     request = PlanRequest(**{row.name: getattr(values, row.name) for row in fields(PlanRequest)})
     if not values.is_check:
@@ -415,6 +416,14 @@ VERBS = (
                 "samples of all ranks per step, the effective batch; sets --accumulate",
                 _count,
                 metavar="N",
+            ),
+            Option(
+                ("--imbalance",),
+                "rows of the rank that gets most of those that share experts, by their mean "
+                "(default: 1, equally many)",
+                positive_number,
+                1.0,
+                "X",
             ),
             Option(("--price",), "of one GPU for an hour, such as 2.50: adds costs", metavar="P"),
             Option(

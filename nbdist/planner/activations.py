@@ -5,11 +5,18 @@ docs/plan.md has them in letters.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-from nbdist.planner.models import ModelShape, Transformer, linears
-from nbdist.planner.workload import Widths, Workload, is_megatron, micro_batches
+from nbdist.planner.models import ModelShape
+from nbdist.planner.shape.transformer import Latent, Transformer, linears, stages_of
+from nbdist.planner.workload import (
+    Widths,
+    Workload,
+    is_alone,
+    is_megatron,
+    micro_batches,
+    rows_each,
+)
 from nbdist.strategy.choice import Strategy
 
 # Model chunks of each rank under --schedule interleaved.
@@ -34,12 +41,12 @@ def block_bytes(
     tp = choice.degrees.tp
     # What tensor parallelism leaves whole, unless it splits the sequence there.
     whole = tp if choice.options.has_sequence_parallel else 1
-    x, h, f = widths.compute, shape.hidden, shape.ffn
+    x, h, f = widths.compute, shape.hidden, shape.mlp_width
     entry = widths.residual * h / whole
     lora = shape.lora
     if kind == "full":
         return tokens * entry
-    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_size * x
+    attention = _attention_numbers(shape) * x
     if shape.has_qk_norm and kind != "selective":
         # Queries and keys as they were, and normalized in fp32.
         attention += (shape.heads + shape.kv_heads) * shape.head_size * (4 if lora else x + 4)
@@ -50,6 +57,7 @@ def block_bytes(
             if lora
             else 0
         )
+        # Products of experts are computed again: torch's policy for them keeps none.
         return tokens * (entry + 2 * x * h / whole + (attention + mlp) / tp + x * pairs)
     masks = 2 * h if shape.has_dropout else 0
     mlp = (shape.kept_in_mlp or (4 if shape.is_gated else 2)) * f * x
@@ -60,12 +68,56 @@ def block_bytes(
         # What the last linear layer takes is kept for its adapters alone.
         mlp += (split_inputs - f) * x
     else:
-        norms = 2 * (widths.residual * h + _norm_bytes(shape))
+        # gpt-oss multiplies with a norm's weight in fp32.
+        normalized = 4 if shape.has_sinks else widths.residual
+        norms = 2 * (normalized * h + _norm_bytes(shape))
         outside = (norms + _inputs(shape, widths) * x * h + masks) / whole
-    # Of each pair of tokens and head; flash and efficient attention keep nothing.
+    if shape.latent is not None:
+        attention += _latent_bytes(shape, shape.latent, x)
+    outside += _routed_bytes(shape, widths, rows_each(shape, choice, load))
+    return tokens * (outside + (attention + mlp) / tp) + _scores_bytes(shape, load, widths, choice)
+
+
+def _scores_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Strategy) -> float:
+    """Of each pair of tokens and head; flash and efficient attention keep nothing."""
+    x = widths.compute
     score = (2 * x + 1 if shape.has_dropout else x) if choice.options.sdpa == "math" else 0
-    scores = load.batch * shape.heads * load.sequence**2 * score / tp
-    return tokens * (outside + (attention + mlp) / tp) + scores
+    if shape.has_sinks:  # whatever --sdpa says; autocast takes a softmax in fp32
+        score = x + 2 * widths.cast
+    return load.batch * shape.heads * load.sequence**2 * score / choice.degrees.tp
+
+
+def _attention_numbers(shape: Transformer) -> int:
+    """Of each token: queries, keys, values, and what attention makes of them.
+
+    With sinks keys and values are repeated for the heads that share them.
+    """
+    kv_heads = shape.heads if shape.has_sinks else shape.kv_heads
+    return (shape.heads + kv_heads) * (shape.head_size + shape.value_size)
+
+
+def _latent_bytes(shape: Transformer, latent: Latent, x: int) -> int:
+    """Of narrow vectors before and after their norms, and in fp32 there; keys and values in one."""
+    narrow = (latent.queries + latent.keys) * (2 * x + 4)
+    wide = shape.heads * (shape.head_size - latent.rotary + latent.values) * x
+    return narrow + wide
+
+
+def _routed_bytes(shape: Transformer, widths: Widths, rows: float) -> float:
+    """That experts keep for each token, and its router, where so many rows are for a token.
+
+    A row, what its experts make inside and of it, and where it is: five indices and weights.
+    Autocast does not cast for torch's product of stacked weights.
+    """
+    experts = shape.experts
+    if experts is None:
+        return 0
+    row = (2 * shape.hidden + experts.kept * experts.ffn) * widths.residual + 5 * 8
+    # DeepSeek's router computes in fp32, of a copy where its input is none.
+    copied = 4 * shape.hidden * (shape.latent is not None and widths.residual == 2)
+    # What its gate scales.
+    gated = shape.hidden * widths.compute * experts.has_shared_gate
+    return rows * row + experts.count * (4 + 2 * widths.cast) + copied + gated
 
 
 def _frozen_norm_bytes(shape: Transformer, widths: Widths) -> int:
@@ -98,7 +150,11 @@ def _inputs(shape: Transformer, widths: Widths) -> int:
     """Inputs of linear layers after the two norms: autocast casts for each layer anew."""
     if widths.residual == widths.compute:
         return 2
-    return (1 if shape.has_one_qkv else 3) + (2 if shape.is_gated else 1)
+    ahead = 1 if shape.has_one_qkv else 3 if shape.latent is None else 2
+    if shape.experts is None:
+        return ahead + (2 if shape.is_gated else 1)
+    # A router, and of shared experts gate, up and a gate for both.
+    return ahead + 1 + 2 * bool(shape.mlp_width) + shape.experts.has_shared_gate
 
 
 def logits_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Strategy) -> float:
@@ -120,8 +176,10 @@ def activations(model: ModelShape, choice: Strategy, load: Workload, widths: Wid
     """Of the pipeline stage that has most; without a pipeline all blocks are one stage."""
     stages, pieces = choice.degrees.pp, micro_batches(choice, load)
     piece = replace(load, batch=load.batch // pieces)
-    layers = math.ceil(model.shape.layers / stages)
-    blocks = _blocks_bytes(model.shape, choice, piece, widths, layers)
+    blocks = max(
+        sum(_blocks_bytes(kind, choice, piece, widths, layers) for layers, kind in stage)
+        for stage in stages_of(model.shape, stages)
+    )
     logits = logits_bytes(model.shape, piece, widths, choice)
     first = blocks * in_flight(choice, pieces) if stages > 1 else 0.0
     last = blocks * (pieces if choice.options.schedule == "gpipe" else 1) + logits
@@ -133,11 +191,14 @@ def _casts_bytes(model: ModelShape, choice: Strategy, widths: Widths) -> float:
 
     Of what is frozen in the type that is computed in it makes none.
     """
-    stages, tp = choice.degrees.pp, choice.degrees.tp
+    stages, on = choice.degrees.pp, choice.degrees
     if widths.frozen == 2:
-        return widths.cast * model.stage_blocks(stages) * model.block_trained(tp)
-    unpacked = model.stage_parameters(stages) - model.stage_blocks(stages) * model.packed
-    return widths.cast * unpacked / tp
+        return widths.cast * model.stage_blocks(stages) * model.block_trained(on)
+    parameters, stacked = model.largest_stage(stages)
+    unpacked = parameters - stacked - model.stage_blocks(stages) * model.packed
+    # FSDP casts what it gathers, and experts that no other rank has are not gathered.
+    alone = stacked * 2 / on.ep if widths.residual == 2 and is_alone(choice) else 0
+    return widths.cast * unpacked / on.tp + alone
 
 
 def in_flight(choice: Strategy, pieces: int) -> float:

@@ -32,7 +32,7 @@ SAME = 0.05
 # Steps whose options most strategies take.
 _COMMON = {"precision", "options"}
 # Axes whose messages are waited for in every block, forward and backward.
-_IN_BLOCKS = ("cp", "tp")
+_IN_BLOCKS = ("cp", "tp", "ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def slow_link(planned: Plan, row: PlanRow) -> str:
 
 
 def crossing(planned: Plan, row: PlanRow) -> list[str]:
-    """The axes, tp or cp, whose messages go from host to host inside of each block."""
+    """The axes of _IN_BLOCKS whose messages go from host to host inside of each block."""
     choice, per_host = row.choice, planned.device.per_host
     assert choice is not None
     return [axis for axis in _IN_BLOCKS if ring_of(choice, (axis,), per_host).hosts > 1]
@@ -269,7 +269,8 @@ def crossing(planned: Plan, row: PlanRow) -> list[str]:
 
 def _sums(row: PlanRow) -> str:
     assert row.choice is not None
-    return "sums of tp" if row.choice.degrees.tp > 1 else "messages of cp"
+    degrees = row.choice.degrees
+    return "sums of tp" if degrees.tp > 1 else f"messages of {'ep' if degrees.ep > 1 else 'cp'}"
 
 
 def _why_not(

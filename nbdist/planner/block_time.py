@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbdist.planner.devices import Device
-from nbdist.planner.models import Linear, Transformer, linears
+from nbdist.planner.shape.transformer import Linear, Transformer, linears
 from nbdist.planner.workload import Widths
 from nbdist.strategy.choice import Strategy
 
@@ -30,6 +30,9 @@ BYTES_BACKWARD = 2.0
 SCORE_BYTES = (4, 7)
 # For each entry of the logits: cast to fp32, log-softmax and loss; their gradients, cast back.
 LOSS_BYTES = (16, 18)
+# Elementwise and sorting kernels of a router and of experts' rows in transformers; of rows that
+# travel about as many more.
+ROUTED_KERNELS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class Pass:
 class Rank:
     """What a rank computes with; `width` is the bytes of a number in products.
 
+    `rows_each` is how many rows of experts it has for each of its tokens (workload.rows_each).
+
     Of Megatron (`workload.is_megatron`), dropout and the sum after it are one kernel, and the
     loss is of each tp rank's part of the vocabulary.
     """
@@ -84,6 +89,7 @@ class Rank:
     precision: str
     width: int
     is_megatron: bool = False
+    rows_each: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -95,19 +101,19 @@ class Rank:
         """Of elementwise kernels."""
         return self.device.bandwidth * self.speeds.streams
 
-    def product_s(self, m: float, n: float, k: float) -> float:
-        """Seconds of (m, k) times (k, n)."""
+    def product_s(self, m: float, n: float, k: float, count: int = 1) -> float:
+        """Seconds of (m, k) times (k, n); of so many in one kernel."""
         if min(m, n, k) < 1:
             return 0.0
-        moved = (m * k + k * n + m * n) * self.width
+        moved = count * (m * k + k * n + m * n) * self.width
         args = (math.ceil(m), math.ceil(n), math.ceil(k))
-        arithmetic = product_steps(*args, self.device.sms, self.speeds.k_fill) / self.rate
+        arithmetic = product_steps(*args, self.device.sms, self.speeds.k_fill, count) / self.rate
         return max(arithmetic, moved / self.bytes_per_s) + self.speeds.kernel_s
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def product_steps(m: int, n: int, k: int, sms: int, k_fill: float) -> float:
-    """Operations of a product with those that its tiles and waves waste.
+def product_steps(m: int, n: int, k: int, sms: int, k_fill: float, count: int = 1) -> float:
+    """Operations of a product, or of so many in one kernel, with those that tiles and waves waste.
 
     The result is cut into tiles, and `sms` of them are made at a time: the last wave takes as long
     as a full one (wave quantization), the last tile as long as a whole one. Of the tiles and cuts
@@ -115,10 +121,10 @@ def product_steps(m: int, n: int, k: int, sms: int, k_fill: float) -> float:
     cut.
     """
     if not sms:
-        return 2.0 * m * n * (k + k_fill)
+        return 2.0 * count * m * n * (k + k_fill)
     best = math.inf
     for rows, columns, part in TILES:
-        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
         for split in SPLITS:
             waves = math.ceil(tiles * split / sms)
             depth = math.ceil(k / split) + k_fill
@@ -148,12 +154,16 @@ def block_pass(
     small, fused = _kernels(shape, choice, rank)
     moved_s = moved_s * fused + small * rank.speeds.kernel_s
     unpacked_s, copies = _unpacked(shape, widths, rank)
-    ahead_s = forward_s + attention.forward_s + moved_s + casts_s + unpacked_s
+    routed, kernels = _routed(shape, choice, widths, tokens, rank)
+    ahead_s = forward_s + attention.forward_s + moved_s + casts_s + unpacked_s + routed.forward_s
     back_s = backward_s + attention.backward_s + BYTES_BACKWARD * moved_s + unpacked_s
-    launches = (small + len(linear) + copies + 1) * rank.speeds.launch_s
+    back_s += routed.backward_s
+    launches = (small + len(linear) + copies + kernels + 1) * rank.speeds.launch_s
     ahead_s, back_s = max(ahead_s, launches), max(back_s, 2 * launches)
-    again = {"full": ahead_s, "selective": moved_s}.get(choice.options.checkpoint, 0.0)
-    return Pass(ahead_s, back_s + again, attention.both_s)
+    # torch's policy of what is kept has no products of experts.
+    again = {"full": ahead_s, "selective": moved_s + routed.forward_s}
+    again_s = again.get(choice.options.checkpoint, 0.0)
+    return Pass(ahead_s, back_s + again_s, attention.both_s)
 
 
 def head_pass(
@@ -211,6 +221,40 @@ def _local(layer: Linear, tp: int) -> tuple[float, float]:
     return (inputs / tp, outputs) if layer.is_rowwise else (inputs, outputs / tp)
 
 
+def _routed(
+    shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: Rank
+) -> tuple[Pass, int]:
+    """The router and the experts of a rank, without messages, and the kernels of a forward.
+
+    Rows lie evenly on its experts, whose products are one kernel each (torch's grouped_mm). Where
+    they compute in fp32, as autocast leaves it, that is a loop.
+    """
+    experts = shape.experts
+    if experts is None:
+        return Pass(), 0
+    h, f, here = shape.hidden, experts.ffn, experts.count // choice.degrees.ep
+    rows, is_shared = tokens * rank.rows_each, choice.degrees.ep > 1
+    is_loop = widths.residual == 4
+    if is_loop:
+        rank = replace(rank, precision="fp32", width=4)
+
+    def both_s(*shape_of: float) -> float:
+        m, n, k = shape_of
+        return here * rank.product_s(m, n, k) if is_loop else rank.product_s(m, n, k, here)
+
+    each, route = rows / here, (tokens, experts.count, h)
+    products = ((each, 2 * f, h), (each, h, f))
+    ahead_s = sum(both_s(m, n, k) for m, n, k in products) + rank.product_s(*route)
+    back_s = sum(both_s(m, k, n) + both_s(k, n, m) for m, n, k in products)
+    back_s += 2 * rank.product_s(*route)
+    # Taken in the order of experts, scaled, put back and added up; sent, the same once more.
+    moved = rows * (7 * h + (experts.kept + 1) * f + 6 * h * is_shared) * widths.residual
+    kernels = ROUTED_KERNELS * (2 if is_shared else 1)
+    moved_s = moved / rank.bytes_per_s + kernels * rank.speeds.kernel_s
+    launched = kernels + 2 * (here if is_loop else 1)
+    return Pass(ahead_s + moved_s, back_s + BYTES_BACKWARD * moved_s), launched
+
+
 def _unpacked(shape: Transformer, widths: Widths, rank: Rank) -> tuple[float, int]:
     """Seconds in which a pass makes copies of 4-bit weights to compute with, and its kernels."""
     if shape.lora is None or not shape.lora.quant:
@@ -230,8 +274,8 @@ def _attention(
     heads = samples * shape.heads / choice.degrees.tp
     pairs = heads * sequence * sequence / choice.degrees.cp
     rate = rank.rate * rank.speeds.attention
-    if choice.options.sdpa != "math":
-        forward_s = 2 * pairs * shape.head_size / rate
+    if choice.options.sdpa != "math" and not shape.has_sinks:
+        forward_s = pairs * (shape.head_size + shape.value_size) / rate
         return _attention_pass(forward_s, ATTENTION_BACKWARD * forward_s)
     rows, d, x = heads * sequence / choice.degrees.cp, shape.head_size, rank.width
     # Scores are a short sum over a head's width; of a backward's four products one is.
@@ -259,7 +303,7 @@ def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths, rank: Ran
     outside += 2 * h * (1 if rank.is_megatron else 2 * x + 1) * shape.has_dropout
     if widths.residual != widths.compute:  # autocast casts the inputs of linear layers
         outside += 2 * h * (r + x)
-    inside = (5 if shape.is_gated else 2) * shape.ffn * x
+    inside = (5 if shape.is_gated else 2) * shape.mlp_width * x
     # An adapter's result is scaled and added; PEFT casts its input to fp32, and autocast back.
     inside += sum(5 * at.outputs * x + 12 * at.inputs * bool(widths.cast) for at in shape.targets)
     rotary = 0 if shape.positions else 4 * (shape.heads + shape.kv_heads) * shape.head_size * x
@@ -268,7 +312,7 @@ def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths, rank: Ran
 
 def _cast_bytes(shape: Transformer, choice: Strategy, widths: Widths) -> float:
     """Of weights that autocast casts in each forward: read in fp32, written in half."""
-    numbers = shape.adapters() if widths.frozen == 2 else shape.block_parameters
+    numbers = shape.adapters() if widths.frozen == 2 else shape.block_parameters - shape.stacked
     return numbers / choice.degrees.tp * (4 + widths.cast) * bool(widths.cast)
 
 

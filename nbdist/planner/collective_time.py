@@ -36,14 +36,18 @@ class Ring:
 def ring_of(choice: Strategy, axes: tuple[str, ...], per_host: int = PER_HOST) -> Ring:
     """The ring of the ranks that differ in these axes alone; `per_host` neighbours share a host.
 
-    Of rings that lie differently on hosts the one with the fewest ranks in a host.
+    Of rings that lie differently on hosts the one with the fewest ranks in a host. Ranks along ep
+    are neighbours among those that see different data, and edp goes from one such group to others.
     """
     sizes = [getattr(choice.degrees, axis) for axis in AXES]
     size = footprint.axes_size(choice, axes)
-    used = [AXES.index(axis) for axis in axes if sizes[AXES.index(axis)] > 1]
-    if not used:
+    if size == 1:
         return Ring(1, 1)
-    apart = math.prod(sizes[max(used) + 1 :])
+    if axes in {("ep",), ("edp",)}:
+        apart = choice.degrees.tp * (choice.degrees.ep if axes == ("edp",) else 1)
+    else:
+        used = [AXES.index(axis) for axis in axes if sizes[AXES.index(axis)] > 1]
+        apart = math.prod(sizes[max(used) + 1 :])
     span, world_size = apart * size, choice.degrees.product
     if world_size <= per_host or per_host % span == 0:
         return Ring(size, size)
@@ -61,6 +65,18 @@ def ring_bytes_per_s(ring: Ring, device: Device, speeds: Speeds) -> float:
     if ring.hosts == 1:
         return within
     return min(within, device.ports_per_s * speeds.network * ring.in_host / device.per_host)
+
+
+def all_to_all_bytes_per_s(ring: Ring, device: Device, speeds: Speeds) -> float:
+    """At which a rank sends to all others at once, each an equal part of its bytes.
+
+    Those in its host are reached over its link, all others over its own part of the host's ports.
+    """
+    within = ring_bytes_per_s(Ring(ring.in_host, ring.in_host), device, speeds)
+    if ring.hosts == 1:
+        return within
+    outside = (ring.size - ring.in_host) / (ring.size - 1)
+    return min(within, device.ports_per_s * speeds.network / device.per_host / outside)
 
 
 def latency_s(call: str, ring: Ring, device: Device) -> float:

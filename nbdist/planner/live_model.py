@@ -12,8 +12,9 @@ from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError, OptionError
 from nbdist.planner.fake_protocol import Source
 from nbdist.planner.lora import with_lora
-from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets, memory_of, refuse_experts
-from nbdist.planner.models import Lora, ModelShape, of_config, of_count
+from nbdist.planner.memory import OVERHEAD_BYTES, Memory, check_experts, has_buckets, memory_of
+from nbdist.planner.models import ModelShape, of_config, of_count
+from nbdist.planner.shape.transformer import Lora
 from nbdist.planner.workload import OPTIMIZERS, Workload, widths_for
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy
@@ -28,12 +29,14 @@ class ParameterKind:
 
     Attributes:
         dtype: As torch writes it, without "torch.".
+        is_stacked: They are those of experts, which ep shares and tp leaves whole.
     """
 
     dtype: str
     is_trained: bool
     count: int
     size_bytes: int
+    is_stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class LiveModel:
         name, title: The variable and its class.
         kinds: Its parameters; tied ones once.
         tied: Names of each parameter that has several.
+        experts: Of a layer; 0 where nbdist knows none.
         blocks: "layers (12 x Block)"; empty where it has no list of blocks.
         config: As in a config.json; empty where it has none.
         optimizer: Class of what steps it; empty where no variable does.
@@ -64,6 +68,7 @@ class LiveModel:
     buffers_bytes: int = 0
     n_buffers: int = 0
     tied: tuple[tuple[str, ...], ...] = ()
+    experts: int = 0
     blocks: str = ""
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     optimizer: str = ""
@@ -150,7 +155,7 @@ def described(live: LiveModel) -> tuple[str, ...]:
     """What the model is, a line each."""
     kinds = ", ".join(
         f"{kind.count:,} {kind.dtype} {'trained' if kind.is_trained else 'frozen'} "
-        f"({_size(kind.size_bytes)})"
+        f"{'in experts ' if kind.is_stacked else ''}({_size(kind.size_bytes)})"
         for kind in live.kinds
     )
     buffers = f"{live.n_buffers} buffers ({_size(live.buffers_bytes)})" if live.n_buffers else ""
@@ -168,33 +173,39 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
     As if everything could be split evenly. Without a shape activations are not counted.
 
     Raises:
-        OptionError: As memory_of, of a model with a shape; or it shares experts.
+        OptionError: As memory_of, of a model with a shape; or it has no experts to share.
     """
-    refuse_experts(choice)
+    check_experts(live.experts, live.name, choice)
     trained = [kind for kind in live.kinds if kind.is_trained]
-    count = sum(kind.count for kind in trained)
-    whole = {
-        "parameters": sum(kind.size_bytes for kind in live.kinds),
-        "gradients": sum(kind.size_bytes for kind in trained),
-        "optimizer": count * OPTIMIZERS[load.optimizer].state_bytes,
-    }
-    share = {
-        what: footprint.axes_size(choice, footprint.split_axes(choice, what)) for what in whole
-    }
+    cost = OPTIMIZERS[load.optimizer]
     has_lists = load.has_gpu and not choice.options.is_fused
-    step = OPTIMIZERS[load.optimizer].step_bytes if has_lists else 0
-    states: dict[str, Any] = {what: size / share[what] for what, size in whole.items()}
-    states["step"] = count * step / share["optimizer"]
+    states: dict[str, Any] = {
+        "parameters": _held(choice, "parameters", {k: k.size_bytes for k in live.kinds}),
+        "gradients": _held(choice, "gradients", {k: k.size_bytes for k in trained}),
+        "optimizer": _held(choice, "optimizer", {k: k.count * cost.state_bytes for k in trained}),
+        "step": _held(choice, "optimizer", {k: k.count * cost.step_bytes for k in trained})
+        * has_lists,
+    }
     if model.has_shape and not choice.options.offload:
         memory = memory_of(model, choice, load)
         return replace(memory, **states, buffers=memory.buffers + live.buffers_bytes)
     overhead = OVERHEAD_BYTES if load.has_gpu else 0.0
-    buffers = live.buffers_bytes + (states["gradients"] if has_buckets(choice) else 0.0)
+    # DDP leaves experts alone that ranks share.
+    reduced = {k: k.size_bytes for k in trained if not (k.is_stacked and choice.degrees.ep > 1)}
+    buckets = _held(choice, "gradients", reduced) if has_buckets(choice) else 0.0
+    buffers = live.buffers_bytes + buckets
     if choice.options.shard == "grad-op" and choice.degrees.dp > 1:  # gathered until backward ends
         width = widths_for(model, choice, load).gathered
         split = choice.degrees.tp * choice.degrees.pp
         buffers += sum(kind.count for kind in live.kinds) * width / split
     return Memory(**states, activations=0, buffers=buffers, overhead=overhead, is_partial=True)
+
+
+def _held(choice: Strategy, what: str, sizes: Mapping[ParameterKind, float]) -> float:
+    """Of bytes by kind of parameter those that a rank has of a word of footprint.HELD."""
+    rest = footprint.axes_size(choice, footprint.split_axes(choice, what))
+    stacked = footprint.stacked_ways(choice, what)
+    return sum(size / (stacked if kind.is_stacked else rest) for kind, size in sizes.items())
 
 
 def _size(value_bytes: float) -> str:

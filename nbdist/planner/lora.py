@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError, no_such
-from nbdist.planner.models import Linear, Lora, ModelShape, linears
+from nbdist.planner.models import ModelShape
+from nbdist.planner.shape.transformer import Linear, Lora, linears
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.footprint import Recipe
@@ -82,6 +83,11 @@ def with_lora(
         return model
     if quant is not None and quant not in QUANTS:
         raise no_such("--quant", quant, QUANTS)
+    if model.shape.experts is not None:
+        raise OptionError(
+            f"{model.name} has experts, and adapters beside experts are not planned. Leave --lora "
+            "out."
+        )
     layers = linears(model.shape)
     shape = replace(model.shape, lora=Lora(rank, _targets(layers, targets), quant or ""))
     _check_rank(rank, shape.targets)
@@ -177,11 +183,11 @@ def held_parts(
     splits a block as one row, so adapters may lie on one rank alone: they are counted so.
     """
     stages, tp = choice.degrees.pp, choice.degrees.tp
-    parameters = model.stage_parameters(stages)
+    parameters, stacked = model.largest_stage(stages)
     if model.lora is None:  # as if all stages were as large as the largest
-        return footprint.held_parts(choice, parameters * stages, recipe)
+        return footprint.held_parts(choice, parameters * stages, recipe, stacked * stages)
     blocks = model.stage_blocks(stages)
-    trained, packed = blocks * model.block_trained(tp), blocks * model.packed
+    trained, packed = blocks * model.block_trained(choice.degrees), blocks * model.packed
     frozen = (parameters - blocks * model.block_trained() - packed) * stored + packed / 2
     # As if tp and pp split it all into such parts.
     shares = footprint.held_parts(choice, trained * tp * stages, recipe)

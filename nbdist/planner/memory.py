@@ -17,12 +17,16 @@ from nbdist.planner.workload import (
     OPTIMIZERS,
     Widths,
     Workload,
+    is_alone,
     micro_batches,
     recipe_for,
+    rows_each,
     widths_for,
 )
 from nbdist.strategy.choice import Strategy, steps_of
+from nbdist.strategy.degrees import divisors
 from nbdist.strategy.footprint import Recipe
+from nbdist.strategy.options import listed
 
 FORMULAS = "formulas"
 # CUDA's context, workspaces of cuBLAS and buffers of NCCL: an assumption, between what one process
@@ -145,9 +149,9 @@ def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:
     """Refuse degrees that do not divide heads, blocks or the batch, and what LoRA does not take.
 
     Raises:
-        OptionError: With the number and what it has to divide; or it shares experts.
+        OptionError: With the number and what it has to divide, or what nothing can share or split.
     """
-    refuse_experts(choice)
+    check_experts(model.shape.experts.count if model.shape.experts else 0, model.name, choice)
     check_strategy(model, choice)
     degrees = choice.degrees
     if degrees.pp > model.shape.layers:
@@ -163,6 +167,11 @@ def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:
             f"cp takes attention without dropout, and {model.name} has it. Use ulysses, or a "
             "config without."
         )
+    if degrees.tp > 1 and model.shape.unsplit:
+        raise OptionError(
+            f"nbdist does not know how to split {model.shape.unsplit} of {model.name} over tp, so "
+            "every rank would hold it whole. Use fsdp or fsdp --ep 2."
+        )
     shape, ulysses = model.shape, degrees.cp if choice.name == "ulysses" else 1
     both = math.gcd(shape.heads, shape.kv_heads)
     for word, degree in (("tp", degrees.tp), ("ulysses", ulysses)):
@@ -174,16 +183,29 @@ def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:
             )
 
 
-NO_EXPERTS = (
-    "Plans do not know experts yet, so ep and --ep are not planned. Plan fsdp: it holds what "
-    "fsdp --ep holds, and gathers more in a step."
-)
+def check_experts(count: int, name: str, choice: Strategy) -> None:
+    """Refuse to share experts that there are not, or not evenly, and offloading beside it.
 
+    `count` is that of a layer, 0 without any.
 
-def refuse_experts(choice: Strategy) -> None:
-    """Raises an OptionError for what shares experts between ranks: no formula here knows them."""
-    if choice.degrees.ep > 1:
-        raise OptionError(NO_EXPERTS)
+    Raises:
+        OptionError: In the words in which ranks refuse it.
+    """
+    degree = choice.degrees.ep
+    if degree == 1:
+        return
+    if not count:
+        raise OptionError(
+            f"{name} has no experts that nbdist knows, so ep has nothing to share. Use ddp or fsdp."
+        )
+    if count % degree:
+        fitting = divisors(count)[1:]
+        use = f"--ep {listed(fitting, 'or')}, or fsdp" if fitting else "fsdp"
+        raise OptionError(
+            f"{degree} ranks cannot share the {count} experts of {name} evenly. Use {use}."
+        )
+    if choice.options.offload:
+        raise OptionError("--offload and --ep cannot be combined yet. Leave one of them out.")
 
 
 def has_buckets(choice: Strategy) -> bool:
@@ -197,7 +219,9 @@ def _buffers(
     steps, degrees = {*steps_of(choice)}, choice.degrees
     total = dequantized_bytes(model, widths.compute)
     if has_buckets(choice):
-        total += model.trained * recipe.gradients
+        # DDP leaves experts alone that ranks share.
+        alone = model.shape.stacked_parameters if degrees.ep > 1 else 0
+        total += (model.trained - alone) * recipe.gradients
     if steps & {"fsdp", "fsdp1"} and degrees.dp > 1:
         total += _gathered(model, choice, widths, micro_batches(choice, load))
     if choice.name == "deepspeed" and degrees.dp > 1:
@@ -209,6 +233,11 @@ def _buffers(
     across = tokens / micro_batches(choice, load) * model.shape.hidden * widths.compute
     total += 2 * across if degrees.pp > 1 else 0.0
     total += 2 * across if degrees.tp > 1 else 0.0
+    if degrees.ep > 1:
+        # Rows that are sent and those that arrive; gradients of a block's experts and their mean.
+        rows = tokens * rows_each(model.shape, choice, load)
+        total += 2 * rows * model.shape.hidden * widths.residual
+        total += model.shape.stacked / degrees.ep * widths.reduced
     if choice.options.context == "ring" and degrees.cp > 1:
         keys = model.shape.kv_heads * model.shape.head_size
         total += 2 * 2 * tokens * keys * widths.compute
@@ -229,8 +258,14 @@ def _standing(
     if micro_batches(choice, load) > 1:
         return buffers
     if choice.options.shard == "grad-op":
-        return model.whole_bytes(widths.gathered) / split
+        whole = model.whole_bytes(widths.gathered, choice.degrees)
+        return whole - _alone(choice, model.shape.stacked_parameters) * widths.gathered
     return model.root_parameters / split * widths.gathered
+
+
+def _alone(choice: Strategy, stacked: float) -> float:
+    """Of so many numbers in experts those that FSDP leaves alone: no other rank has them."""
+    return stacked / choice.degrees.ep if is_alone(choice) else 0.0
 
 
 def _gathered(model: ModelShape, choice: Strategy, widths: Widths, pieces: int) -> float:
@@ -243,14 +278,19 @@ def _gathered(model: ModelShape, choice: Strategy, widths: Widths, pieces: int) 
     """
     degrees = choice.degrees
     split = degrees.tp * degrees.pp
-    trained = model.block_trained(degrees.tp)
+    alone, all_alone = (
+        _alone(choice, numbers) for numbers in (model.shape.stacked, model.shape.stacked_parameters)
+    )
+    trained = model.block_trained(degrees) - alone
     gradients = trained * (widths.compute + widths.reduced)
     if choice.options.accumulate > 1 or pieces > 1:
-        gradients = (trained + model.trained / split) * widths.reduced
-    block = model.block_bytes(widths.gathered) / degrees.tp
+        stacked = model.shape.stacked_parameters
+        whole = (model.trained - stacked) / split + stacked / (degrees.ep * degrees.pp) - all_alone
+        gradients = (trained + whole) * widths.reduced
+    block = model.block_bytes(widths.gathered, degrees) - alone * widths.gathered
     if choice.options.shard == "grad-op" or pieces > 1:
         # The message that the last block came in stays, too. Gradients of all are larger.
         last = max(block, gradients) if model.lora else gradients
-        return model.whole_bytes(widths.gathered) / split + last
+        return model.whole_bytes(widths.gathered, degrees) - all_alone * widths.gathered + last
     blocks = min(2, model.shape.layers) * block
     return model.root_parameters / split * widths.gathered + blocks + gradients

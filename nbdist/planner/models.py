@@ -2,169 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.errors import OptionError, did_you_mean
+from nbdist.planner.shape.read_config import READERS, read_config
+from nbdist.planner.shape.transformer import Lora, Transformer, largest_stage, linears
+from nbdist.strategy.choice import Degrees
 
 _LARGEST = 1e15
-# x, 0.5 x, tanh(...), 1 + tanh(...), and the product.
-_WRITTEN_GELU = 5
+WHOLE = Degrees()
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A linear layer of a block, under its name in transformers.
-
-    Attributes:
-        inputs, outputs: Its widths.
-        is_rowwise: tp splits its inputs; of any other its outputs.
-    """
-
-    name: str
-    inputs: int
-    outputs: int
-    is_rowwise: bool = False
-
-    @property
-    def weights(self) -> int:
-        """Numbers in its matrix."""
-        return self.inputs * self.outputs
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """Adapters beside linear layers of a frozen model: B(A(x)), with A (r, inputs), B (outputs, r).
-
-    Source: https://arxiv.org/abs/2106.09685, section 4.1; 4-bit storage is that of
-    https://arxiv.org/abs/2305.14314, section 3.
-
-    Attributes:
-        rank: r.
-        targets: Names of the layers that have adapters, of every block.
-        quant: How the blocks' linear layers are stored: a key of lora.QUANTS, or empty.
-        stored: Bytes of a number of the frozen model; 0 for what is computed in.
-    """
-
-    rank: int
-    targets: tuple[str, ...]
-    quant: str = ""
-    stored: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Transformer:
-    """The shape of a dense decoder.
-
-    Attributes:
-        layers, hidden, heads, kv_heads, head_size, ffn, vocab: As their names say; `ffn` is the
-            width inside the MLP.
-        is_gated: The MLP has a gate: three matrices instead of two (SwiGLU).
-        is_tied: The head uses the embedding's matrix.
-        has_layer_norm: LayerNorm with a bias; RMSNorm without.
-        has_qkv_bias, has_out_bias, has_mlp_bias: Which linear layers of a block have one: those of
-            queries, keys and values; attention's last; all of the MLP.
-        has_qk_norm: A norm on each head's queries, and one on its keys.
-        positions: Learned ones; 0 for rotary ones.
-        has_dropout: Dropout on embeddings, attention and both outputs of a block.
-        kept_in_mlp: Tensors of the MLP's width that backward needs; 0 for 4 with a gate, else 2.
-            More where the activation is written out in Python, as transformers' gelu_new.
-        has_written_norm: So is the norm, as transformers' RMSNorm: one more tensor in fp32.
-        has_one_qkv: One linear layer makes queries, keys and values.
-        lora: Its adapters, beside which all is frozen; None of a model without.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    ffn: int
-    vocab: int
-    is_gated: bool = True
-    is_tied: bool = False
-    has_layer_norm: bool = False
-    has_qkv_bias: bool = False
-    has_out_bias: bool = False
-    has_mlp_bias: bool = False
-    has_qk_norm: bool = False
-    positions: int = 0
-    has_dropout: bool = False
-    kept_in_mlp: int = 0
-    has_written_norm: bool = False
-    has_one_qkv: bool = False
-    lora: Lora | None = None
-
-    @property
-    def block_parameters(self) -> int:
-        """Of one block: attention, MLP, its two norms, and adapters."""
-        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        h, f = self.hidden, self.ffn
-        biases = queries + 2 * keys if self.has_qkv_bias else 0
-        biases += h if self.has_out_bias else 0
-        biases += (2 if self.is_gated else 1) * f + h if self.has_mlp_bias else 0
-        norms = 2 * self._norm + (2 * self.head_size if self.has_qk_norm else 0)
-        weights = sum(layer.weights for layer in linears(self))
-        return weights + biases + norms + int(self.adapters())
-
-    @property
-    def targets(self) -> tuple[Linear, ...]:
-        """The linear layers of a block that have adapters."""
-        names = () if self.lora is None else self.lora.targets
-        return tuple(layer for layer in linears(self) if layer.name in names)
-
-    def adapters(self, tp: int = 1) -> float:
-        """Numbers in a block's adapters, on one of so many ranks that split its layers.
-
-        Of each pair one matrix is split: B of a layer whose outputs are, else A.
-        """
-        rank = 0 if self.lora is None else self.lora.rank
-        split = sum(at.inputs if at.is_rowwise else at.outputs for at in self.targets)
-        whole = sum(at.outputs if at.is_rowwise else at.inputs for at in self.targets)
-        return rank * (whole + split / tp)
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Of tokens and learned positions."""
-        return (self.vocab + self.positions) * self.hidden
-
-    @property
-    def head_parameters(self) -> int:
-        """Of the last norm, and of the head where it has a matrix of its own."""
-        return self._norm + (0 if self.is_tied else self.vocab * self.hidden)
-
-    @property
-    def parameters(self) -> int:
-        """All parameters of the model: embeddings, blocks and head."""
-        blocks = self.layers * self.block_parameters
-        return blocks + self.embedding_parameters + self.head_parameters
-
-    @property
-    def _norm(self) -> int:
-        return 2 * self.hidden if self.has_layer_norm else self.hidden
-
-
-@functools.lru_cache(maxsize=64)
-def linears(shape: Transformer) -> tuple[Linear, ...]:
-    """The linear layers of a block, in order: those of attention, then those of the MLP."""
-    h, f = shape.hidden, shape.ffn
-    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    if shape.has_one_qkv:
-        return (
-            Linear("c_attn", h, queries + 2 * keys), Linear("c_proj", queries, h, is_rowwise=True),
-            Linear("c_fc", h, f), Linear("c_proj", f, h, is_rowwise=True),
-        )  # fmt: skip
-    return (
-        Linear("q_proj", h, queries), Linear("k_proj", h, keys), Linear("v_proj", h, keys),
-        Linear("o_proj", queries, h, is_rowwise=True),
-        *([Linear("gate_proj", h, f)] if shape.is_gated else []),
-        Linear("up_proj", h, f), Linear("down_proj", f, h, is_rowwise=True),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,16 +52,18 @@ class ModelShape:
 
     @property
     def block_parameters(self) -> float:
-        """Of one block; of an assumed shape, an equal part of all."""
+        """Of one block, with experts where some have them; of an assumed shape, a part of all."""
         if self.is_assumed:
             return self.parameters / self.shape.layers
         return self.shape.block_parameters
 
-    def block_trained(self, tp: int = 1) -> float:
-        """Of one block the parameters with a gradient, on one of so many ranks that split it."""
+    def block_trained(self, on: Degrees = WHOLE) -> float:
+        """Of one block the parameters with a gradient, as tp and ep split it on a rank."""
         if self.lora is not None:
-            return self.shape.adapters(tp)
-        return self.block_parameters * (self.trained / self.parameters) / tp
+            return self.shape.adapters(on.tp)
+        stacked = self.shape.stacked
+        local = (self.block_parameters - stacked) / on.tp + stacked / on.ep
+        return local * (self.trained / self.parameters)
 
     @property
     def packed(self) -> float:
@@ -225,34 +78,42 @@ class ModelShape:
             return self.frozen / self.shape.layers
         return sum(layer.weights for layer in linears(self.shape))
 
-    def block_bytes(self, width: float) -> float:
-        """Of one block in which a number takes so many bytes, unless it is packed."""
-        return (self.block_parameters - self.packed) * width + self.packed / 2
+    def block_bytes(self, width: float, on: Degrees = WHOLE) -> float:
+        """Of one block in which a number takes so many bytes, unless it is packed.
 
-    def whole_bytes(self, width: float) -> float:
-        """The same of the whole model."""
-        packed = self.shape.layers * self.packed
-        return (self.parameters - packed) * width + packed / 2
+        On a rank, as tp and ep split it: tp leaves experts whole.
+        """
+        stacked = self.shape.stacked
+        rest = (self.block_parameters - self.packed - stacked) * width + self.packed / 2
+        return rest / on.tp + stacked * width / on.ep
+
+    def whole_bytes(self, width: float, on: Degrees = WHOLE) -> float:
+        """The same of the whole model; pp splits it evenly."""
+        packed, stacked = self.shape.layers * self.packed, self.shape.stacked_parameters
+        rest = (self.parameters - packed - stacked) * width + packed / 2
+        return (rest / on.tp + stacked * width / on.ep) / on.pp
 
     @property
     def root_parameters(self) -> float:
         """Of all that is in no block; 0 for an assumed shape."""
-        return self.parameters - self.shape.layers * self.block_parameters
+        if self.is_assumed:
+            return 0
+        return self.parameters - sum(n * kind.block_parameters for n, kind in self.shape.kinds)
 
     def stage_blocks(self, stages: int) -> float:
         """Of the pipeline stage that has most; of an assumed shape, an equal part of all."""
         each = self.shape.layers / stages
         return each if self.is_assumed else math.ceil(each)
 
+    def largest_stage(self, count: int) -> tuple[float, float]:
+        """Parameters of the pipeline stage that has most, and those of them that are in experts."""
+        if count == 1 or self.is_assumed:
+            return self.parameters / count, self.shape.stacked_parameters / count
+        return largest_stage(self.shape, count)
+
     def stage_parameters(self, stages: int) -> float:
-        """Of the pipeline stage that has most: the first with the embedding, or the last."""
-        if stages == 1 or self.is_assumed:
-            return self.parameters / stages
-        shape = self.shape
-        blocks = self.stage_blocks(stages) * shape.block_parameters
-        # A tied head is on the last stage as well.
-        head = shape.head_parameters + (shape.vocab * shape.hidden if shape.is_tied else 0)
-        return blocks + max(shape.embedding_parameters, head)
+        """Of the pipeline stage that has most."""
+        return self.largest_stage(stages)[0]
 
 
 def _llama(
@@ -272,9 +133,16 @@ def _gpt2(layers: int, hidden: int, heads: int, positions: int = 1024) -> dict[s
     }  # fmt: skip
 
 
+def _experts(
+    kind: str, config: dict[str, Any], count: int, chosen: int, **more: Any
+) -> dict[str, Any]:
+    key = "n_routed_experts" if kind == "deepseek_v3" else "num_local_experts"
+    return {**config, "model_type": kind, key: count, "num_experts_per_tok": chosen, **more}
+
+
 # Sources: the config.json of each model on https://huggingface.co (openai-community/gpt2*,
-# meta-llama/*, mistralai/Mistral-7B-v0.1, Qwen/Qwen2.5-7B); gpt-3 is table 2.1 of
-# https://arxiv.org/abs/2005.14165.
+# meta-llama/*, mistralai/M*-v0.1, Qwen/*, deepseek-ai/DeepSeek-V3, openai/gpt-oss-*); gpt-3 is
+# table 2.1 of https://arxiv.org/abs/2005.14165.
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
@@ -292,6 +160,31 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     ),
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, model_type="mistral"),
     "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064, model_type="qwen2"),
+    "mixtral-8x7b": _experts("mixtral", _llama(32, 4096, 32, 8, 14336, 32000), 8, 2),
+    "mixtral-8x22b": _experts("mixtral", _llama(56, 6144, 48, 8, 16384, 32000), 8, 2),
+    "qwen1.5-moe-a2.7b": _experts(
+        "qwen2_moe", _llama(24, 2048, 16, 16, 5632, 151936), 60, 4,
+        moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+    ),
+    "qwen3-30b-a3b": _experts(
+        "qwen3_moe", _llama(48, 2048, 32, 4, 6144, 151936, head_dim=128), 128, 8,
+        moe_intermediate_size=768,
+    ),
+    "qwen3-235b-a22b": _experts(
+        "qwen3_moe", _llama(94, 4096, 64, 4, 12288, 151936, head_dim=128), 128, 8,
+        moe_intermediate_size=1536,
+    ),
+    "deepseek-v3": _experts(
+        "deepseek_v3", _llama(61, 7168, 128, 128, 18432, 129280), 256, 8,
+        moe_intermediate_size=2048, n_shared_experts=1, first_k_dense_replace=3, q_lora_rank=1536,
+        kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+    ),
+    "gpt-oss-20b": _experts(
+        "gpt_oss", _llama(24, 2880, 64, 8, 2880, 201088, head_dim=64), 32, 4
+    ),
+    "gpt-oss-120b": _experts(
+        "gpt_oss", _llama(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4
+    ),
 }  # fmt: skip
 
 
@@ -358,92 +251,11 @@ def of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         OptionError: If its type is not one of those with an exact count, or a number is missing.
     """
     kind = str(config.get("model_type", "gpt2" if "n_embd" in config else "llama"))
-    read = _READERS.get(kind)
-    if read is None:
+    if kind not in READERS:
         raise OptionError(
             f"There is no formula for the parameters of a model of type {kind!r}, only for "
-            f"{', '.join(_READERS)}. Type its number of parameters instead."
+            f"{', '.join(READERS)}. Type its number of parameters instead."
         )
-    shape = read(config)
-    for what in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab"):
-        if getattr(shape, what) < 1:
-            raise OptionError(f"A model with {what} {getattr(shape, what)} has no parameters.")
-    if shape.heads % shape.kv_heads:
-        raise OptionError(
-            f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values."
-        )
+    shape = read_config(kind, config)
     title = name or str(config.get("_name_or_path") or kind)
     return ModelShape(title, shape.parameters, shape, config={**config, "model_type": kind})
-
-
-def _read_gpt2(config: Mapping[str, Any]) -> Transformer:
-    hidden, heads = _number(config, "n_embd"), _number(config, "n_head")
-    _check_heads(hidden, heads)
-    return Transformer(
-        layers=_number(config, "n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_size=hidden // heads,
-        ffn=_number(config, "n_inner", 4 * hidden),
-        vocab=_number(config, "vocab_size"),
-        is_gated=False,
-        is_tied=bool(config.get("tie_word_embeddings", True)),
-        has_layer_norm=True,
-        has_qkv_bias=True,
-        has_out_bias=True,
-        has_mlp_bias=True,
-        positions=_number(config, "n_positions", 1024),
-        has_dropout=bool(config.get("resid_pdrop", 0.1)),
-        kept_in_mlp=_WRITTEN_GELU * (config.get("activation_function", "gelu_new") == "gelu_new"),
-        has_one_qkv=True,
-    )
-
-
-def _read_llama(config: Mapping[str, Any]) -> Transformer:
-    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
-    kind = config.get("model_type", "llama")
-    head_size = _number(config, "head_dim", 0)
-    if head_size == 0:
-        _check_heads(hidden, heads)
-        head_size = hidden // heads
-    return Transformer(
-        layers=_number(config, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_number(config, "num_key_value_heads", heads),
-        head_size=head_size,
-        ffn=_number(config, "intermediate_size"),
-        vocab=_number(config, "vocab_size"),
-        is_tied=bool(config.get("tie_word_embeddings", False)),
-        has_qkv_bias=kind == "qwen2" or bool(config.get("attention_bias")),
-        has_out_bias=kind != "qwen2" and bool(config.get("attention_bias")),
-        has_mlp_bias=bool(config.get("mlp_bias")),
-        has_qk_norm=kind == "qwen3",
-        has_written_norm=True,
-    )
-
-
-# model_type -> its reader. Each is compared with transformers' own model in
-# tests/planner/test_models_rank.py.
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], Transformer]] = {
-    "gpt2": _read_gpt2,
-    "llama": _read_llama,
-    "mistral": _read_llama,
-    "qwen2": _read_llama,
-    "qwen3": _read_llama,
-}
-
-
-def _number(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 10**9:
-        raise OptionError(f"The model's config has {key} = {value!r}; a number is needed there.")
-    return value
-
-
-def _check_heads(hidden: int, heads: int) -> None:
-    if heads < 1 or hidden % heads:
-        raise OptionError(f"A width of {hidden} cannot be divided into {heads} heads.")

@@ -100,7 +100,7 @@ class Plan:
     def counts_sent(self, row: PlanRow) -> bool:
         """Whether sent_bytes are all: not where activations of an unknown shape are split."""
         degrees = row.choice.degrees if row.choice else Degrees()
-        return self.model.has_shape or degrees.dp == degrees.product
+        return self.model.has_shape or (degrees.dp == degrees.product and degrees.ep == 1)
 
 
 def verdict(share: float, safe_share: float = SAFE_SHARE) -> str:
@@ -130,14 +130,23 @@ _CASES: tuple[tuple[str, Mapping[str, object]], ...] = (
 )
 
 
-def _cases(world_size: int, per_host: int) -> tuple[tuple[str, Mapping[str, object]], ...]:
-    """What is planned; on more than one host also layers within hosts, the rest between."""
+def _cases(
+    world_size: int, per_host: int, experts: int
+) -> tuple[tuple[str, Mapping[str, object]], ...]:
+    """What is planned; on more than one host also layers within hosts, the rest between.
+
+    So many experts of a layer lie on as many ranks as can be, of one host where there are several.
+    """
     if world_size == 1:
         return _CASES[:1]
+    within = math.gcd(world_size, per_host) if world_size > per_host > 1 else world_size
+    shares = math.gcd(experts, within) if experts else 1
+    shared = (("ep", {"ep": shares}), ("fsdp", {"ep": shares})) if shares > 1 else ()
+    cases = (*_CASES, *shared)
     if world_size <= per_host or per_host == 1:
-        return _CASES
-    within = (("fsdp", {"tp": per_host}), ("pp", {"tp": per_host, "pp": 2}))
-    return (*_CASES, *(case for case in within if case not in _CASES))
+        return cases
+    layers = (("fsdp", {"tp": per_host}), ("pp", {"tp": per_host, "pp": 2}))
+    return (*cases, *(case for case in layers if case not in _CASES))
 
 
 def plan(  # noqa: PLR0913  # what a plan is about
@@ -185,7 +194,8 @@ def plan(  # noqa: PLR0913  # what a plan is about
         progress(f"counting {label(choice)}", 0, 0, "")
         return Plan(model, device, world_size, load, (row(label(choice), choice),), assumed)
     _check_words(given, world_size)
-    cases = _cases(world_size, device.per_host)
+    experts = model.shape.experts
+    cases = _cases(world_size, device.per_host, experts.count if experts else 0)
     rows = []
     for number, (name, case_options) in enumerate(cases):
         typed = typed_as(name, case_options)

@@ -16,7 +16,7 @@ from nbdist.bandwidth.results import LinkModel
 from nbdist.errors import OptionError
 from nbdist.planner.advice import COPIES_MARGIN, MOST_RANKS, Advice, choose_row, percent
 from nbdist.planner.devices import SAFE_SHARE, Device
-from nbdist.planner.memory import NO_EXPERTS, Memory, memory_of
+from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.plan import NO, RISKY, SAFE, Engine, Plan, PlanRow, row_of, verdict
 from nbdist.planner.step_time import flops_each
@@ -161,8 +161,6 @@ def search(space: Space) -> Search:
 
 def _check(space: Space) -> None:
     check_load(space.load)
-    if space.strategy == "ep" or space.typed()[0].get("ep", 1) > 1:
-        raise OptionError(NO_EXPERTS)
     if space.strategy and space.strategy not in ROWS:
         choose(space.strategy, {}, space.world_size)  # says which there are
     if not space.model.has_shape:
@@ -189,7 +187,8 @@ def candidates(space: Space, offloads: Iterable[str]) -> Iterator[Candidate]:
     precisions = [fixed["precision"]] if "precision" in fixed else list(space.precisions)
     checkpoints = [fixed["checkpoint"]] if "checkpoint" in fixed else list(CHECKPOINTS)
     moved = [fixed["offload"]] if "offload" in fixed else list(offloads)
-    for name, settings in _cases(space.world_size):
+    experts = space.model.shape.experts
+    for name, settings in _cases(space.world_size, experts.count if experts else 0):
         if any(fixed.get(word, value) != value for word, value in settings.items()):
             continue
         for precision, checkpoint, offload in itertools.product(precisions, checkpoints, moved):
@@ -203,14 +202,24 @@ def candidates(space: Space, offloads: Iterable[str]) -> Iterator[Candidate]:
                 yield from _counted(space, choice)
 
 
-def _cases(world_size: int) -> Iterator[Case]:
-    """Every strategy with every degree, and the options that make another strategy of it."""
+def _cases(world_size: int, experts: int = 0) -> Iterator[Case]:
+    """Every strategy with every degree, and the options that make another strategy of it.
+
+    So many experts of a layer, 0 for none, lie on every number of ranks that divides both them and
+    those that see different data.
+    """
     yield from (("single", {}), ("ddp", {}), ("zero1", {}))
     yield from (("deepspeed", {"stage": stage}) for stage in (1, 2, 3))
     yield from (("fsdp1", settings) for settings in _shards(world_size))
     for pp, tp in itertools.product(divisors(world_size), repeat=2):
         if world_size % (pp * tp) == 0:
-            yield from _meshes(pp, world_size // (pp * tp), tp)
+            yield from _meshes(pp, dp := world_size // (pp * tp), tp)
+            shares = divisors(math.gcd(dp, experts))[1:] if experts and pp == 1 else []
+            for ep, (name, settings) in itertools.product(shares, list(_meshes(1, dp, tp))):
+                if settings.get("shard") != "hybrid":
+                    yield name, {**settings, "ep": ep}
+    for ep in divisors(math.gcd(world_size, experts))[1:] if experts else []:
+        yield "ep", {"ep": ep}
     for cp in divisors(world_size)[1:]:
         yield from (("cp", {"cp": cp}), ("ulysses", {"cp": cp}))
 
@@ -344,8 +353,9 @@ def _least_s(space: Space, choice: Strategy) -> float:
     rate = device.flops(choice.options.precision) * device.sustained
     if space.load.recipe and choice.options.precision == "fp32":
         rate = device.half_flops * device.sustained  # weights in bf16 compute in it
-    each = flops_each(space.model, shape.block_parameters, space.model.block_trained())
-    return tokens * shape.layers * each / (rate * space.world_size)
+    blocks = shape.active_parameters - shape.embedding_parameters - shape.head_parameters
+    each = flops_each(space.model, blocks, shape.layers * space.model.block_trained())
+    return tokens * each / (rate * space.world_size)
 
 
 def _smallest(counted: Iterable[Candidate]) -> list[Candidate]:

@@ -6,22 +6,29 @@ docs/plan.md has the model in words, with the source of each constant.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from nbdist.bandwidth.results import OPS, LinkModel
 from nbdist.planner.activations import CHUNKS
 from nbdist.planner.block_time import Pass, Rank, Speeds, block_pass, embedding_pass, head_pass
-from nbdist.planner.collective_time import latency_s, ring_bytes_per_s, ring_of
+from nbdist.planner.collective_time import (
+    all_to_all_bytes_per_s,
+    latency_s,
+    ring_bytes_per_s,
+    ring_of,
+)
 from nbdist.planner.devices import Device
 from nbdist.planner.models import ModelShape
 from nbdist.planner.pipeline_time import makespan_s
+from nbdist.planner.shape.transformer import Transformer, stages_of
 from nbdist.planner.workload import (
     Widths,
     Workload,
     is_megatron,
     micro_batches,
     recipe_for,
+    rows_each,
     widths_for,
 )
 from nbdist.strategy import footprint
@@ -40,6 +47,8 @@ _MEASURED = {
 }
 # Of the calls in a block, those of its forward: they come once more where it is computed again.
 _FORWARD = {"all-reduce": 1 / 2, "ring": 1 / 3, "all-to-all": 1 / 2}
+# Messages for each exchange of rows: how many there are, where each belongs and its weight.
+_WITH_ROWS = 2
 SPEEDS = Speeds()
 
 
@@ -63,7 +72,7 @@ class Time:
         communication_s: All messages, one after the other.
         samples: That all ranks train on in it.
         source: What the communication's time is from.
-        exposed_s: By axis (dp, tp, pp, cp), the messages that computation waits for.
+        exposed_s: By axis (dp, tp, pp, cp, ep), the messages that computation waits for.
         model_flops: Operations of the step on all ranks, without what is computed again.
         peak_flops: Of all ranks together, operations per second.
         tokens: Of each sample.
@@ -126,13 +135,19 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
         "activations": tokens * shape.hidden * x,
         "boundary": tokens * shape.hidden * x,
         "keys-values": 2 * tokens * shape.kv_heads * shape.head_size * x,
+        # Of all ranks that share experts, as if each got as many rows as the one with most.
+        "tokens": choice.degrees.ep
+        * tokens
+        * rows_each(shape, choice, load)
+        * shape.hidden
+        * widths.residual,
     }
     # Buckets and units decide how many messages there are of the model: about one for a block.
     layers = math.ceil(shape.layers / choice.degrees.pp)
     result = []
     for sent in _sent_of(choice, load):
         if sent.what in {"parameters", "gradients"}:
-            whole = footprint.model_message(choice, sent, _sent_bytes(model, choice, sent, widths))
+            whole = _model_bytes(model, choice, sent, widths)
             # Gradients wait for the last backward. What is gathered is gathered in each, but for
             # DeepSpeed below stage 3: there it is by the optimizer's step alone.
             in_each = choice.name != "deepspeed" or choice.options.stage == 3
@@ -145,11 +160,13 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
             # In a forward and backward: between stages once, else in each block.
             times = 1.0
             if sent.what != "boundary":
-                times = layers + again_blocks(choice, layers) * _FORWARD[sent.call]
+                blocks = shape.routed_blocks if sent.what == "tokens" else layers
+                times = blocks + _again_calls(choice, blocks, sent) * _FORWARD[sent.call]
             times *= again
             if sent.what == "boundary" and choice.options.schedule == "interleaved" and layers > 1:
                 times *= CHUNKS
             count = times * sent.times * micro_batches(choice, load)
+            count *= _WITH_ROWS if sent.what == "tokens" else 1
             whole = sizes[sent.what]
             if sent.call == "send" and is_megatron(choice, load):
                 whole /= choice.degrees.tp
@@ -167,10 +184,36 @@ def _sent_bytes(model: ModelShape, choice: Strategy, sent: SentBytes, widths: Wi
     return model.trained * widths.gathered
 
 
+def _model_bytes(model: ModelShape, choice: Strategy, sent: SentBytes, widths: Widths) -> float:
+    """Of a message that is about the model; experts that ranks share have messages of their own."""
+    width = widths.reduced if sent.what == "gradients" else widths.gathered
+    stacked = model.shape.stacked_parameters * width / (choice.degrees.pp * choice.degrees.ep)
+    if sent.axes == ("edp",):
+        return stacked
+    rest = _sent_bytes(model, choice, sent, widths) - model.shape.stacked_parameters * width
+    whole = footprint.model_message(choice, sent, rest)
+    return whole if choice.degrees.ep > 1 else whole + stacked
+
+
+def _again_calls(choice: Strategy, blocks: int, sent: SentBytes) -> int:
+    """Of so many blocks those whose messages of a forward are sent again in backward."""
+    is_again = sent.what == "tokens" and choice.options.checkpoint == "selective"
+    return blocks if is_again else again_blocks(choice, blocks)
+
+
 def _sent_of(choice: Strategy, load: Workload) -> Iterator[SentBytes]:
-    """What the choice sends; the parts that Megatron sends between stages are gathered over tp."""
+    """What the choice sends: of experts too, along the ranks that have the same ones.
+
+    The parts that Megatron sends between stages are gathered over tp.
+    """
     for sent in footprint.sent_of(choice):
         yield sent
+        if (
+            sent.what in {"parameters", "gradients"}
+            and choice.degrees.edp > 1
+            and (choice.degrees.ep > 1)
+        ):
+            yield replace(sent, axes=("edp",))
         if sent.call == "send" and choice.degrees.tp > 1 and is_megatron(choice, load):
             yield replace(sent, call="all-gather", axes=("tp",))
 
@@ -188,13 +231,16 @@ def model_flops(model: ModelShape, choice: Strategy, load: Workload) -> float:
 
     6 per parameter and token, and 12 for each layer, width and pair of tokens in attention.
     Source: https://arxiv.org/abs/2204.02311, appendix B. 4 of a parameter that is frozen beside
-    adapters: 2 are those of its gradient.
+    adapters: 2 are those of its gradient. Of experts only those that a token is sent to count.
     """
     shape = model.shape
-    width = shape.heads * shape.head_size
+    width, idle = (
+        shape.heads * (shape.head_size + shape.value_size),
+        (shape.parameters - shape.active_parameters),
+    )
     each = (
-        flops_each(model, model.parameters, model.trained)
-        + 12 * shape.layers * width * load.sequence
+        flops_each(model, model.parameters - idle, model.trained - idle)
+        + 6 * shape.layers * width * load.sequence
     )
     return each * samples(choice, load) * load.sequence
 
@@ -224,6 +270,8 @@ def time_of(
         return None
     width = 4 if precision == "fp32" else 2
     rank = Rank(device, speeds, precision, width, is_megatron(choice, load))
+    if model.shape.experts is not None:
+        rank = replace(rank, rows_each=rows_each(model.shape, choice, load))
     sums = {
         (flow.sent.what, flow.sent.call, flow.sent.axes): _flow_s(flow, choice, rank, measured)
         for flow in flows(model, choice, load)
@@ -248,18 +296,24 @@ def time_of(
 
 def _passes(
     model: ModelShape, choice: Strategy, load: Workload, rank: Rank
-) -> tuple[Pass, Pass, Pass]:
-    """Of one piece of the batch: a block, the head and the embedding."""
+) -> tuple[Mapping[Transformer, Pass], Pass, Pass]:
+    """Of one piece of the batch: a block of each kind, the head and the embedding."""
     widths = widths_for(model, choice, load)
     samples_each = load.batch / micro_batches(choice, load)
     tokens = samples_each * load.sequence / choice.degrees.cp
-    block = block_pass(model.shape, choice, widths, samples_each, load.sequence, rank)
+    blocks = {
+        kind: block_pass(kind, choice, widths, samples_each, load.sequence, rank)
+        for _, kind in model.shape.kinds
+    }
     if choice.options.checkpoint.isdecimal():
         part = again_blocks(choice, model.shape.layers) / model.shape.layers
-        block = replace(block, backward_s=block.backward_s + part * block.forward_s)
+        blocks = {
+            kind: replace(block, backward_s=block.backward_s + part * block.forward_s)
+            for kind, block in blocks.items()
+        }
     ends = (head_pass, embedding_pass)
     head, embedding = (end(model.shape, choice, widths, tokens, rank) for end in ends)
-    return block, head, embedding
+    return blocks, head, embedding
 
 
 def _flow_s(
@@ -272,7 +326,8 @@ def _flow_s(
         each = flow.wire_bytes / flow.messages / OPS[op].factor(n)
         return flow.messages * measured.seconds(op, each, n), True
     ring = ring_of(choice, flow.sent.axes, rank.device.per_host)
-    bytes_s = flow.wire_bytes / ring_bytes_per_s(ring, rank.device, rank.speeds)
+    rate = all_to_all_bytes_per_s if flow.sent.call == "all-to-all" else ring_bytes_per_s
+    bytes_s = flow.wire_bytes / rate(ring, rank.device, rank.speeds)
     return flow.messages * latency_s(flow.sent.call, ring, rank.device) + bytes_s, False
 
 
@@ -285,7 +340,7 @@ class _Step:
     load: Workload
     rank: Rank
     sent_s: Mapping[tuple[str, str, tuple[str, ...]], float]
-    block: Pass
+    blocks: Mapping[Transformer, Pass]
     head: Pass
     embedding: Pass
 
@@ -298,35 +353,37 @@ class _Step:
     def optimizer_s(self) -> float:
         """Everything is read, parameters and state are written; gradients are added up before."""
         recipe = recipe_for(self.choice, self.load)
-        shares = footprint.held_parts(self.choice, self.model.trained, recipe)
-        degrees = self.choice.degrees
-        whole = self.model.trained * recipe.gradients / (degrees.tp * degrees.pp)
+        stacked, degrees = self.model.shape.stacked_parameters, self.choice.degrees
+        shares = footprint.held_parts(self.choice, self.model.trained, recipe, stacked)
+        rest = (self.model.trained - stacked) / degrees.tp + stacked / degrees.ep
+        whole = rest * recipe.gradients / degrees.pp
         adding = 3 * whole * (self.passes * micro_batches(self.choice, self.load) - 1)
         moved = 2 * sum(shares.values()) - shares["gradients"] + adding
         return moved / self.rank.bytes_per_s
 
-    def of(self, what: str, *calls: str) -> float:
-        """Seconds of what is sent so, by any call or by these."""
+    def of(self, what: str, axes: tuple[str, ...] = ()) -> float:
+        """Seconds of what is sent so, along any axes or along these."""
         return sum(
             seconds
-            for (sent, call, _), seconds in self.sent_s.items()
-            if sent == what and (not calls or call in calls)
+            for (sent, _, along), seconds in self.sent_s.items()
+            if sent == what and axes in {(), along}
         )
 
     def flat(self) -> tuple[float, float, dict[str, float]]:
         """Compute, idle and exposed seconds without a pipeline."""
         layers, k = self.model.shape.layers, self.passes
-        forward_s = layers * self.block.forward_s + self.head.forward_s + self.embedding.forward_s
-        backward_s = (
-            layers * self.block.backward_s + self.head.backward_s + self.embedding.backward_s
-        )
-        inside = self.of("activations")
+        every = self._blocks(self.model.shape.kinds)
+        forward_s = every.forward_s + self.head.forward_s + self.embedding.forward_s
+        backward_s = every.backward_s + self.head.backward_s + self.embedding.backward_s
+        split, tokens = self.of("activations"), self.of("tokens")
+        inside = split + tokens
         axis = "cp" if self.choice.name == "ulysses" else "tp"
-        ring = self._hidden(self.of("keys-values"), k * layers * self.block.attention_s)
+        ring = self._hidden(self.of("keys-values"), k * every.attention_s)
         # What other axes wait for leaves time to messages of this one.
         forward_s += inside / 2 / k
         backward_s += inside / 2 / k
-        exposed = {axis: inside, "dp": self._model_s(forward_s, backward_s, layers)}
+        exposed = {axis: split, "ep": tokens}
+        exposed["dp"] = self._model_s(forward_s, backward_s, layers)
         exposed["cp"] = exposed.get("cp", 0.0) + ring
         return k * (forward_s + backward_s) - inside, 0.0, exposed
 
@@ -341,11 +398,11 @@ class _Step:
         each = self.of("activations") / calls
         tp = Pass(each * 2 / (4 + 2 * again), each * (2 + 2 * again) / (4 + 2 * again))
         plain, whole = [], []
-        for stage in range(p):
-            blocks = shape.layers // p + (stage < shape.layers % p)
+        for stage, kinds in enumerate(stages_of(shape, p)):
+            blocks, every = sum(count for count, _ in kinds), self._blocks(kinds)
             ends = [self.embedding] * (stage == 0) + [self.head] * (stage == p - 1)
-            ahead = blocks * self.block.forward_s + sum(end.forward_s for end in ends)
-            back = blocks * self.block.backward_s + sum(end.backward_s for end in ends)
+            ahead = every.forward_s + sum(end.forward_s for end in ends)
+            back = every.backward_s + sum(end.backward_s for end in ends)
             plain.append(Pass(ahead, back))
             whole.append(Pass(ahead + blocks * tp.forward_s, back + blocks * tp.backward_s))
         chunks = CHUNKS if choice.options.schedule == "interleaved" and most > 1 else 1
@@ -362,6 +419,15 @@ class _Step:
         dp = self._model_s(whole[slowest].forward_s, whole[slowest].backward_s, most)
         exposed = {"tp": k * (busy - compute), "pp": k * sends, "dp": dp}
         return k * compute, k * (without - busy), exposed
+
+    def _blocks(self, kinds: Iterable[tuple[int, Transformer]]) -> Pass:
+        """Of so many blocks of each kind, one after the other."""
+        passes = [(count, self.blocks[kind]) for count, kind in kinds]
+        return Pass(
+            sum(count * block.forward_s for count, block in passes),
+            sum(count * block.backward_s for count, block in passes),
+            sum(count * block.attention_s for count, block in passes),
+        )
 
     def _hidden(self, sent_s: float, behind_s: float) -> float:
         """What of messages is waited for, and by how much the computation gets slower."""
@@ -383,8 +449,11 @@ class _Step:
         if is_sharded:
             return self._sharded_s(gather, reduce, forward_s, backward_s, blocks)
         if "ddp" in steps and choice.name not in {"tp", "pp"}:
-            last = reduce / blocks
-            return gather + last + self._hidden(reduce - last, backward_s * (1 - 1 / blocks))
+            alone = self.of("gradients", axes=("edp",))  # each is waited for where it is made
+            buckets = reduce - alone
+            last = buckets / blocks
+            hidden = self._hidden(buckets - last, backward_s * (1 - 1 / blocks))
+            return gather + alone + last + hidden
         return gather + reduce
 
     def _sharded_s(
@@ -396,7 +465,9 @@ class _Step:
         ahead = gather / passes / (1 if once else pieces + 1)
         back = 0.0 if once else ahead
         width = widths_for(self.model, self.choice, self.load).gathered
-        root = self.model.root_parameters * width / self.model.whole_bytes(width)
+        degrees = self.choice.degrees
+        whole = self.model.whole_bytes(width, replace(degrees, tp=1, pp=1))
+        root = self.model.root_parameters * width / whole
         alone = root + (1 - root) / blocks
         waits = passes * ahead * alone + reduce * alone
         rest = 1 - alone

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError, no_such
 from nbdist.planner.models import ModelShape
+from nbdist.planner.shape.transformer import Transformer
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.footprint import Recipe
@@ -54,6 +56,7 @@ class Workload:
             0 where that is left to the strategy's options.
         has_gpu: Whether ranks compute on GPUs: on CPUs there is no CUDA context, and torch's
             optimizers go parameter by parameter.
+        imbalance: Rows of the rank that gets most of those that share experts, by their mean.
     """
 
     batch: int = 1
@@ -62,6 +65,7 @@ class Workload:
     recipe: str = ""
     samples: int = 0
     has_gpu: bool = True
+    imbalance: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,21 @@ def widths_for(model: ModelShape, choice: Strategy, load: Workload) -> Widths:
     return replace(widths, compute=2, residual=2, gathered=gathered, frozen=2)
 
 
+def rows_each(shape: Transformer, choice: Strategy, load: Workload) -> float:
+    """Rows of experts for each token of a rank: on the one that gets most, where ranks share them.
+
+    It cannot get more than all.
+    """
+    if shape.experts is None:
+        return 0
+    return shape.experts.chosen * max(1.0, min(load.imbalance, choice.degrees.ep))
+
+
+def is_alone(choice: Strategy) -> bool:
+    """Whether no other rank has the experts of this one: all that see different data share them."""
+    return choice.degrees.ep > 1 and choice.degrees.ep == choice.degrees.dp
+
+
 def check_load(load: Workload) -> None:
     """Refuse a load that is wrong whatever the model and the strategy.
 
@@ -149,6 +168,11 @@ def check_load(load: Workload) -> None:
     for flag, count in counts.items():
         if type(count) is not int or count < 1:
             raise OptionError(f"{flag} {count} is nothing to train on. Use a number, 1 or more.")
+    if not 1 <= load.imbalance < math.inf:
+        raise OptionError(
+            f"--imbalance {load.imbalance:g} is less than even. It is the tokens of the rank that "
+            "gets most by the mean of all: 1 or more, such as 1.5."
+        )
     for flag, word, words in (
         ("--recipe", load.recipe or "fp32", footprint.RECIPES),
         ("--optimizer", load.optimizer, OPTIMIZERS),

@@ -51,6 +51,11 @@ class Degrees:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def edp(self) -> int:
+        """How many ranks see different data and have the same experts."""
+        return self.dp // self.ep
+
+    @property
     def by_word(self) -> dict[str, int]:
         """Those above 1, by the word that is typed for them, outermost first."""
         counts = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}

@@ -79,12 +79,25 @@ def held_bytes(choice: Strategy, n_parameters: float, recipe: Recipe) -> float:
     return sum(held_parts(choice, n_parameters, recipe).values())
 
 
-def held_parts(choice: Strategy, n_parameters: float, recipe: Recipe) -> dict[str, float]:
-    """The same taken apart: word of HELD -> bytes."""
-    return {
-        what: n_parameters * getattr(recipe, what) / axes_size(choice, split_axes(choice, what))
-        for what in HELD
-    }
+def held_parts(
+    choice: Strategy, n_parameters: float, recipe: Recipe, n_stacked: float = 0
+) -> dict[str, float]:
+    """The same taken apart: word of HELD -> bytes. So many of the parameters are in experts."""
+    parts = {}
+    for what in HELD:
+        rest, stacked = axes_size(choice, split_axes(choice, what)), stacked_ways(choice, what)
+        numbers = (n_parameters - n_stacked) / rest + n_stacked / stacked
+        parts[what] = numbers * getattr(recipe, what)
+    return parts
+
+
+def stacked_ways(choice: Strategy, what: str) -> int:
+    """Over how many ranks a word of HELD is split of experts: tp leaves them whole.
+
+    Under fsdp those that share experts are a part of dp_shard, under ep they are all there is.
+    """
+    axes = tuple(axis for axis in split_axes(choice, what) if axis != "tp")
+    return axes_size(choice, axes) * (choice.degrees.ep if choice.degrees.dp_shard == 1 else 1)
 
 
 def held_formula(choice: Strategy) -> str:

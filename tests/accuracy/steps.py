@@ -24,6 +24,7 @@ from nbdist.strategy.choose import choose
 FILES = Path(__file__).with_name("published")
 VTRAIN, FOUNDRY = "vTrain", "llm-foundry"
 MEGATRON, TITAN, SIMUMAX, QLORA = "Megatron", "torchtitan", "SimuMax", "fsdp_qlora"
+AUTOMODEL, BRIDGE = "NeMo AutoModel", "Megatron Bridge"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +251,83 @@ def simumax() -> Iterator[Step]:
             SIMUMAX, model.name, f"tp {tp} x dp {dp} x pp {pp}, {pieces} micro-batches", model,
             *megatron_choice(8, pieces * dp, 1, 4096, tp, pp, {}),
             DEVICES["b200"], ms / 1e3,
+        )  # fmt: skip
+
+
+# Model, experts, width, MLP's width, that of each expert, shared ones, chosen ones, vocabulary,
+# micro-batches and milliseconds: the same page's cases of DeepSeek cut to 4 blocks, the first of
+# them dense, on 8 B200 with ep 8, each expert padded to its mean load
+# (--moe-pad-expert-input-to-capacity). Cases with pp are left out: nbdist has no ep there.
+_DEEPSEEK_V2 = ("deepseek-v2", 160, 5120, 12288, 1536, 2, 6, 102400)
+_DEEPSEEK_V3 = ("deepseek-v3", 256, 7168, 18432, 2048, 1, 8, 129280)
+_EXPERTS = (
+    (_DEEPSEEK_V2, 4, 366.6), (_DEEPSEEK_V2, 8, 676.2), (_DEEPSEEK_V2, 32, 2721.3),
+    (_DEEPSEEK_V3, 4, 603.2), (_DEEPSEEK_V3, 8, 1101.7), (_DEEPSEEK_V3, 32, 4141.2),
+)  # fmt: skip
+
+
+def simumax_experts() -> Iterator[Step]:
+    """Its measured cases with experts."""
+    for (name, count, hidden, ffn, each, shared, chosen, vocab), pieces, ms in _EXPERTS:
+        config = {
+            **CONFIGS["deepseek-v3"], "num_hidden_layers": 4, "first_k_dense_replace": 1,
+            "hidden_size": hidden, "intermediate_size": ffn, "moe_intermediate_size": each,
+            "n_routed_experts": count, "n_shared_experts": shared, "num_experts_per_tok": chosen,
+            "vocab_size": vocab,
+        }  # fmt: skip
+        model = of_config(config, f"{name}, 4 blocks")
+        yield Step(
+            SIMUMAX, model.name, f"ep 8, {pieces} micro-batches", model,
+            choose("ep", {"ep": 8, "bf16": True, "accumulate": pieces}, 8),
+            Workload(1, 4096, recipe="mixed"), DEVICES["b200"], ms / 1e3,
+        )  # fmt: skip
+
+
+# Model, GPUs, batch, backwards, options, seconds of a step: docs/performance-summary.mdx of
+# https://github.com/NVIDIA-NeMo/Automodel at 36044ad, FSDP2 with ep, 4,096 tokens, H100, tokens
+# spread evenly (fake_balanced_gate); ep and recomputation by examples/llm_benchmark. Its other rows
+# have pp beside ep, or are hybrid models.
+_AUTOMODEL = (
+    ("qwen3-30b-a3b", 8, 4, 16, {"ep": 8, "checkpoint": "full"}, 21.773),
+    ("gpt-oss-20b", 8, 2, 16, {"ep": 8}, 10.04),
+    ("gpt-oss-120b", 64, 2, 4, {"ep": 64}, 4.30),
+)
+
+
+def automodel() -> Iterator[Step]:
+    """NVIDIA's training of transformers' models with FSDP2 and expert parallelism."""
+    for name, gpus, batch, times, more, seconds in _AUTOMODEL:
+        words = " ".join(f"{word} {value}" for word, value in more.items())
+        yield Step(
+            AUTOMODEL, name, f"{gpus} h100, fsdp, {words}, batch {batch}, accumulate {times}",
+            _with_flash(of_config(CONFIGS[name], name)),
+            choose("fsdp", {"bf16": True, "accumulate": times, **more}, gpus),
+            Workload(batch, 4096), DEVICES["h100"], seconds,
+        )  # fmt: skip
+
+
+def _with_flash(model: ModelShape) -> ModelShape:
+    """Whose attention with sinks is a kernel that keeps no scores, as in neither transformers."""
+    return replace(model, shape=replace(model.shape, has_sinks=False))
+
+
+# Container, ep, backwards, tokens per second and GPU: gpt-oss-120b on 64 B200 in bf16, batch 4 of
+# 4,096 tokens; docs/performance-summary-archive.md of https://github.com/NVIDIA-NeMo/Megatron-Bridge
+# at 067f987. Other rows are in 8 bits, on other GPUs, or have pp beside ep.
+_BRIDGE = (
+    ("25.11", 8, 2, 8213), ("26.02", 64, 5, 8047), ("26.02.01", 8, 5, 13722),
+    ("26.04", 8, 5, 13045), ("26.04.01", 8, 5, 13568),
+)  # fmt: skip
+
+
+def bridge() -> Iterator[Step]:
+    """Megatron with copies and expert parallelism, by releases of its container."""
+    for release, ep, times, rate in _BRIDGE:
+        yield Step(
+            BRIDGE, "gpt-oss-120b", f"64 b200, ep {ep}, batch 4, accumulate {times}, {release}",
+            _with_flash(of_config(CONFIGS["gpt-oss-120b"], "gpt-oss-120b")),
+            choose("ep", {"ep": ep, "bf16": True, "accumulate": times}, 64),
+            Workload(4, 4096, recipe="mixed"), DEVICES["b200"], 4 * times * 4096 / rate,
         )  # fmt: skip
 
 

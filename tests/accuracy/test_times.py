@@ -11,7 +11,7 @@ from nbdist.planner.models import model_of
 from nbdist.planner.plan import SAFE
 from tests.accuracy import fit, published_memory, steps, time_report
 from tests.accuracy.published_memory import MemoryCase
-from tests.accuracy.steps import FOUNDRY, QLORA, VTRAIN, Step
+from tests.accuracy.steps import AUTOMODEL, BRIDGE, FOUNDRY, QLORA, VTRAIN, Step
 from tests.accuracy.time_report import Score, Timed, order, regret, score
 from tests.support import tables
 
@@ -64,9 +64,11 @@ def test_bars_on_what_was_not_fitted(scores: dict[str, Score]) -> None:
     """15 % of each set, 4 % of regret, 0.8 of far pairs in order; every row is taken.
 
     Held out, pairs miss that bar: docs/accuracy.md says by which rows. So does LoRA, on RTX 4090,
-    whose rate was never fitted.
+    whose rate was never fitted, and experts whose tokens go by other software than NCCL's.
     """
-    assert {title for title, values in scores.items() if values.mean >= 0.15} == {QLORA}
+    above = {title for title, values in scores.items() if values.mean >= 0.15}
+    assert above == {QLORA, AUTOMODEL, BRIDGE}
+    assert scores["SimuMax's B200, experts"].mean < 0.05
     assert scores[QLORA].mean < 0.2
     assert scores[f"{FOUNDRY}, held out"].mean < 0.08
     assert scores["Megatron's tables"].mean < 0.08

@@ -33,6 +33,8 @@ _HEAD = (
 _SINGLE = (
     ("Megatron's tables", steps.megatron), ("torchtitan", steps.torchtitan),
     ("SimuMax's B200", steps.simumax), (steps.QLORA, steps.qlora),
+    ("SimuMax's B200, experts", steps.simumax_experts), (steps.AUTOMODEL, steps.automodel),
+    (steps.BRIDGE, steps.bridge),
 )  # fmt: skip
 
 

@@ -230,6 +230,25 @@ def test_what_is_sent_is_what_is_routed() -> None:
 
 
 @on_ranks(2)
+def test_experts_compute_in_what_the_rest_does() -> None:
+    """Under fsdp with bf16 in bf16, also those that FSDP2 leaves alone; gradients stay fp32."""
+    seen = []
+    inner = Experts.forward
+
+    def note(self, x, which, weights):
+        seen.append((x.dtype, self.up.dtype, self.down.dtype))
+        return inner(self, x, which, weights)
+
+    Experts.forward = note  # type: ignore[method-assign]
+    base = make()
+    put(base, *over("fsdp", n), precision="bf16").outer(parity.own_part(batch(0))).backward()
+    up = base.blocks[0].experts.up
+    assert set(seen) == {(torch.bfloat16,) * 3}
+    assert up.grad is not None
+    assert (up.dtype, up.grad.dtype) == (torch.float32, torch.float32)
+
+
+@on_ranks(2)
 def test_a_wrong_shape_is_told() -> None:
     """By the experts, with all three shapes."""
     base = make()

@@ -183,3 +183,42 @@ def test_what_is_gathered_counts_without_a_shape() -> None:
     assert half.buffers - full.buffers == 2 * 2000
     assert full.step == 4 * 600 / 2
     assert on_cpu.step == 0
+
+
+STACK = replace(
+    NET, experts=4, kinds=(
+        ParameterKind("float32", True, 600, 2400),
+        ParameterKind("float32", True, 4000, 16000, is_stacked=True),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "held"),
+    [
+        ("ddp", {}, 2400 + 16000),
+        ("ep", {"ep": 2}, 2400 + 8000),
+        ("ep", {}, 2400 + 4000),
+        ("fsdp", {"ep": 2}, 600 + 4000),
+        ("tp", {}, 600 + 16000),
+        ("fsdp", {"tp": 2, "ep": 2}, 600 + 8000),
+    ],
+)
+def test_experts_of_a_live_model(name: str, given: dict[str, object], held: int) -> None:
+    """ep shares them, tp leaves them whole; DDP copies the gradients of all that is not shared."""
+    memory = by_kinds(STACK, shape_of(STACK), choose(name, given, 4), Workload())
+
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (held, held, 2 * held)
+    if name == "ep":
+        assert memory.buffers == 40 + 2400
+    assert "4,000 float32 trained in experts (0.0 MB)" in described(STACK)[0]
+
+
+def test_experts_that_are_not_there_or_do_not_divide_are_refused() -> None:
+    """In the words of the ranks; what they would send is not known without a shape."""
+    for live, text in ((NET, "net has no experts that"), (STACK, "3 ranks cannot share the 4 exp")):
+        with pytest.raises(OptionError, match=text):
+            by_kinds(live, shape_of(live), choose("ep", {}, 3), Workload())
+    engine = functools.partial(by_kinds, STACK)
+    result = plan(shape_of(STACK), DEVICES["h100"], 4, Workload(), engine=engine, strategy="ep")
+    assert not result.counts_sent(result.rows[0])

@@ -13,8 +13,9 @@ from nbdist.planner.devices import DEVICES, Device
 from nbdist.planner.live_model import LiveModel, ParameterKind, by_kinds, shape_of
 from nbdist.planner.lora import ALL, with_lora
 from nbdist.planner.memory import Memory, memory_of
-from nbdist.planner.models import CONFIGS, Lora, ModelShape, Transformer, model_of
+from nbdist.planner.models import CONFIGS, ModelShape, model_of
 from nbdist.planner.plan import PlanRow, plan
+from nbdist.planner.shape.transformer import Lora, Transformer
 from nbdist.planner.step_time import model_flops
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choose import choose
@@ -271,8 +272,10 @@ def test_a_mistake_says_what_to_type(asked: dict[str, Any], text: str) -> None:
 
 def test_types_that_no_formula_knows() -> None:
     """Their numbers are refused as without adapters; of a number the layers are assumed."""
-    with pytest.raises(OptionError, match="no formula for the parameters of a model of type 'mix"):
-        shown({"model_type": "mixtral"}, lora=16, gpu="h100")
+    with pytest.raises(OptionError, match="no formula for the parameters of a model of type 'jam"):
+        shown({"model_type": "jamba"}, lora=16, gpu="h100")
+    with pytest.raises(OptionError, match="adapters beside experts are not planned"):
+        shown("mixtral-8x7b", lora=16, gpu="h100")
     view = shown("7e9", lora=16, gpu="h100")
 
     assert "(assumed: 33 blocks of width 4224)" in view.text

@@ -8,7 +8,8 @@ import pytest
 from nbdist.errors import OptionError
 from nbdist.planner.activations import block_bytes, in_flight
 from nbdist.planner.memory import OVERHEAD_BYTES, Memory, memory_of
-from nbdist.planner.models import Transformer, model_of
+from nbdist.planner.models import model_of
+from nbdist.planner.shape.transformer import Transformer
 from nbdist.planner.workload import (
     OPTIMIZERS,
     Widths,

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from nbdist.errors import OptionError
-from nbdist.planner.models import CONFIGS, Transformer, model_of, of_count
+from nbdist.planner.models import CONFIGS, model_of, of_count
+from nbdist.planner.shape.transformer import Experts, Transformer
 
 # As the models' cards and papers print them, or as their safetensors add up to.
 PUBLISHED = {
@@ -22,6 +23,14 @@ PUBLISHED = {
     "llama-3.2-1b": 1_235_814_400,
     "mistral-7b": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_404_352,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 
@@ -34,6 +43,24 @@ def test_known_models_have_their_published_parameters(name: str) -> None:
         assert parameters == pytest.approx(175e9, rel=3e-3)
     else:
         assert parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39), ("qwen1.5-moe-a2.7b", 2.7),
+     ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("deepseek-v3", 37)],
+)  # fmt: skip
+def test_active_parameters_are_those_of_the_models_cards(name: str, billions: float) -> None:
+    """As they round them; gpt-oss's card leaves the embedding out: 3.6 and 5.1 billion."""
+    assert model_of(name).shape.active_parameters == pytest.approx(billions * 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 3.6), ("gpt-oss-120b", 5.1)])
+def test_active_parameters_of_gpt_oss(name: str, billions: float) -> None:
+    shape = model_of(name).shape
+
+    active = shape.active_parameters - shape.embedding_parameters
+    assert active == pytest.approx(billions * 1e9, rel=0.01)
 
 
 def test_a_small_transformer_recounted_by_hand() -> None:
@@ -91,7 +118,10 @@ def _llama(**changes: Any) -> dict[str, Any]:
         ("nan", "no model 'nan' to plan for"),
         ("lama-3-8b", "Did you mean llama-3-8b"),
         ("xyzzy", "Type its number of parameters"),
-        ({"model_type": "mixtral"}, "parameters of a model of type 'mixtral'"),
+        ({"model_type": "jamba"}, "parameters of a model of type 'jamba'"),
+        ({"model_type": "mixtral"}, "num_hidden_layers = None"),
+        ({**CONFIGS["mixtral-8x7b"], "num_experts_per_tok": 9}, "cannot choose 9 of 8 experts"),
+        ({**CONFIGS["mixtral-8x7b"], "num_local_experts": 0}, "cannot choose 2 of 0 experts"),
         ({}, "num_attention_heads|hidden_size = None"),
         (_llama(hidden_size="big"), "hidden_size = 'big'"),
         (_llama(hidden_size=True), "hidden_size = True"),
@@ -105,6 +135,46 @@ def test_what_is_no_model_is_refused(asked: Any, expected: str) -> None:
     """With what is wrong, and what to type."""
     with pytest.raises(OptionError, match=expected):
         model_of(asked)
+
+
+def test_a_block_of_experts_recounted_by_hand() -> None:
+    """Width 4, 2 heads, 5 experts of 3 of which 2 are chosen, one shared of 6, one dense block."""
+    experts = Experts(count=5, chosen=2, ffn=3, shared=6, dense_blocks=1)
+    shape = Transformer(
+        layers=3, hidden=4, heads=2, kv_heads=1, head_size=2, ffn=7, vocab=10, experts=experts
+    )
+    [(one, dense), (two, routed)] = shape.kinds
+
+    # As above attention is 48, norms are 8. An expert is 3 x 4 x 3, a router 5 x 4.
+    assert (one, dense.block_parameters) == (1, 48 + 8 + 3 * 4 * 7)
+    assert (two, routed.block_parameters) == (2, 48 + 8 + 5 * 36 + 20 + 3 * 4 * 6)
+    assert shape.parameters == 140 + 2 * 328 + 84
+    assert (shape.stacked_parameters, shape.routed_blocks) == (2 * 180, 2)
+    assert shape.active_parameters == shape.parameters - 2 * 3 * 36
+
+
+def test_dense_blocks_of_qwen_are_counted() -> None:
+    """Those between and those that are named; where all are dense there are no experts."""
+    config = {**CONFIGS["qwen3-30b-a3b"], "num_hidden_layers": 6}
+
+    def routed(**more: object) -> int:
+        return model_of({**config, **more}).shape.routed_blocks
+
+    assert (routed(), routed(decoder_sparse_step=2), routed(decoder_sparse_step=4)) == (6, 3, 1)
+    assert routed(mlp_only_layers=[0, 5]) == 4
+    assert routed(mlp_only_layers=[0, 1], decoder_sparse_step=2) == 2
+    assert model_of({**config, "decoder_sparse_step": 7}).shape.experts is None
+
+
+def test_stages_of_experts_and_dense_blocks() -> None:
+    """deepseek-v3's three dense blocks are on the first of 61 / 4 blocks; the last one has most."""
+    model = model_of("deepseek-v3")
+    dense, routed = (kind.block_parameters for _, kind in model.shape.kinds)
+
+    assert model.stage_parameters(1) == model.parameters
+    # 16 blocks, 15, 15 and 15; the head is as large as the embedding.
+    last = 15 * routed + 129280 * 7168 + 7168
+    assert model.stage_parameters(4) == last > 3 * dense + 13 * routed + 129280 * 7168
 
 
 def test_stages_of_a_pipeline() -> None:

@@ -8,12 +8,14 @@ import pytest
 
 from nbdist.core.topology import HostRanks
 from nbdist.errors import OptionError
+from nbdist.planner.advice import advise
 from nbdist.planner.devices import DEVICES, device_of, known_as, link_of, with_memory
 from nbdist.planner.memory import Memory
 from nbdist.planner.models import ModelShape, model_of
 from nbdist.planner.plan import NO, RISKY, SAFE, Plan, PlanRow, plan, verdict
 from nbdist.planner.rules_of_thumb import RULES
 from nbdist.planner.step_time import flows, samples
+from nbdist.planner.view.plan_view import shown_plan
 from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import footprint
 from nbdist.strategy.choose import choose
@@ -23,6 +25,7 @@ GB = 1e9
 H100 = DEVICES["h100"]
 SEVEN, SEVENTY = model_of("7e9"), model_of("70e9")
 LLAMA = model_of("llama-3-8b")
+MIXTRAL = model_of("mixtral-8x7b")
 
 
 def planned(model: ModelShape, n: int, load: Workload | None = None, **options: object) -> Plan:
@@ -141,9 +144,9 @@ def test_verdicts() -> None:
 @pytest.mark.parametrize("n", [1, 2, 8, 64])
 def test_every_strategy_has_a_row(n: int) -> None:
     """With numbers, or with the reason why it does not go with so many ranks."""
-    rows = planned(LLAMA, n).rows
+    rows = planned(MIXTRAL, n).rows
 
-    assert {row.typed.split()[0] for row in rows} == ({"single"} if n == 1 else {*ROWS} - {"ep"})
+    assert {row.typed.split()[0] for row in rows} == ({"single"} if n == 1 else {*ROWS})
     for row in rows:
         assert (row.memory is None) == bool(row.problem) == (row.verdict == "")
     assert any(row.memory is not None for row in rows)
@@ -309,9 +312,46 @@ def test_layers_and_sequences_stay_within_hosts_that_were_named() -> None:
     assert meshes["fsdp --shard hybrid"] == "dp 16 (4 copies on 4 ranks each)"
 
 
-def test_shared_experts_are_not_planned() -> None:
-    """In one sentence, however they are asked for: no formula knows them."""
-    asked: list[tuple[str | None, dict[str, int]]] = [("ep", {}), (None, {"ep": 2})]
-    for strategy, given in (*asked, ("fsdp", {"ep": 2})):
-        with pytest.raises(OptionError, match=r"Plans do not know experts yet.* Plan fsdp"):
-            plan(LLAMA, H100, 4, Workload(), strategy=strategy, given=given)
+@pytest.mark.parametrize(
+    ("model", "strategy", "given", "text"),
+    [
+        (LLAMA, "ep", {}, "llama-3-8b has no experts that nbdist knows, so ep has nothing"),
+        (LLAMA, "fsdp", {"ep": 2}, "llama-3-8b has no experts"),
+        (MIXTRAL, "ep", {"ep": 16}, "16 ranks cannot share the 8 experts .* --ep 2, 4 or 8"),
+        (MIXTRAL, "fsdp", {"ep": 2, "pp": 2}, "--ep 2 and --pp 2 cannot be combined yet"),
+        (MIXTRAL, "fsdp", {"ep": 2, "offload": "cpu"}, "--offload and --ep cannot be combined"),
+        (MIXTRAL, "fsdp", {"ep": 2, "shard": "hybrid"}, "hybrid and --ep 2 cannot be combined"),
+        (model_of("gpt-oss-20b"), "tp", {}, "does not know how to split self_attn of gpt-oss"),
+    ],
+)
+def test_what_ranks_refuse_of_experts_a_plan_refuses(
+    model: ModelShape, strategy: str | None, given: dict[str, object], text: str
+) -> None:
+    """In the same words, with what works."""
+    with pytest.raises(OptionError, match=text):
+        plan(model, H100, 16, Workload(), strategy=strategy, given=given)
+
+
+def test_a_plan_of_experts_has_rows_for_them() -> None:
+    """Over as many ranks as divide both; within hosts; none of a dense model."""
+
+    def shares(n: int, model: ModelShape = MIXTRAL) -> list[str]:
+        rows = plan(model, H100, n, Workload()).rows
+        return [row.typed for row in rows if "ep" in row.typed.replace("deepspeed", "")]
+
+    assert shares(4) == ["ep --ep 4", "fsdp --ep 4"]
+    assert shares(6) == ["ep --ep 2", "fsdp --ep 2"]
+    assert shares(64, model_of("qwen3-30b-a3b")) == ["ep --ep 8", "fsdp --ep 8"]
+    assert shares(7) == shares(8, LLAMA) == []
+
+
+def test_experts_and_their_imbalance_are_stated() -> None:
+    """How many a token passes, and what is assumed of their loads."""
+    plans = (plan(MIXTRAL, H100, 8, Workload(imbalance=x)) for x in (1.0, 1.5))
+    even, uneven = (shown_plan(result, advise(result)).text for result in plans)
+
+    assert "experts: 8 in 32 of 32 blocks, 2 for each token, which passes 12,879,925,248" in even
+    assert "under ep ranks get equally many rows (--imbalance)" in even
+    assert "ranks get up to 1.5 x as many rows as the mean (--imbalance)" in uneven
+    with pytest.raises(OptionError, match=r"--imbalance 0\.5 is less than even"):
+        plan(MIXTRAL, H100, 8, Workload(imbalance=0.5))

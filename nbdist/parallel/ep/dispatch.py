@@ -135,6 +135,11 @@ def _compute(
     if trained and torch.is_grad_enabled():
         values = _average(group, *(local[name] for name in trained))
         local.update(zip(trained, values, strict=True))
+    # FSDP2 gathers in what is computed in, but for experts that no other rank has.
+    local = {
+        name: value.to(rows.dtype) if value.is_floating_point() else value
+        for name, value in local.items()
+    }
     if not len(rows):
         return _no_rows(rows, weights, *local.values())
     with _parameters_of(module, local):

@@ -38,6 +38,7 @@ _CPU = torch.device("cpu")
 _NOT_RUN = {
     "pipeline": "a pipeline's stages wait for each other",
     "cp": "a split sequence is compared with the whole one by value",
+    "ep": "where tokens travel depends on values",
     "deepspeed": "DeepSpeed has its own process groups",
 }
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +18,12 @@ from torch.optim import Optimizer
 from nbdist.errors import OptionError
 from nbdist.parallel import build, registry
 from nbdist.parallel.blocks import candidates, find_blocks
+from nbdist.parallel.ep.experts import find_experts
 from nbdist.planner.fake import pickle_by_value
 from nbdist.planner.fake.models import PickledModel, is_language_model
 from nbdist.planner.fake_protocol import Source
 from nbdist.planner.live_model import LiveModel, ParameterKind
-from nbdist.planner.models import Lora
+from nbdist.planner.shape.transformer import Lora
 from nbdist.planner.workload import OPTIMIZERS
 from nbdist.rpc.rank import namespace
 
@@ -66,16 +69,19 @@ def describe(
             source, problem = _source(PickledModel(base, args, kwargs, kind))
         distinct = [tensors[first] for first in names]
         parameters = [p for p in distinct if isinstance(p, torch.nn.Parameter)]
+        experts = _experts(base)
+        stacked = {id(p) for n in experts for p in base.get_submodule(n).parameters(recurse=False)}
         buffers = [b for b in distinct if not isinstance(b, torch.nn.Parameter)]
         inputs = [] if args is None else [*args, *kwargs.values()]
         shown = [t for t in inputs if isinstance(t, torch.Tensor)]
         return LiveModel(
             name=name,
             title=type(base).__name__,
-            kinds=_kinds(parameters),
+            kinds=_kinds(parameters, stacked),
             buffers_bytes=sum(b.numel() * b.element_size() for b in buffers),
             n_buffers=len(buffers),
             tied=tuple(names for names in names.values() if len(names) > 1),
+            experts=math.gcd(*experts.values()),
             blocks=_blocks(base),
             config=dict(to_dict()) if callable(to_dict) else {},
             optimizer="" if kind is None else kind[0].__name__,
@@ -163,14 +169,22 @@ def _source(sent: PickledModel) -> tuple[Source, str]:
     return Source(pickled=data, sys_path=tuple(sys.path), folder=os.getcwd()), ""  # noqa: PTH109
 
 
-def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[ParameterKind, ...]:
-    kinds: dict[tuple[str, bool], ParameterKind] = {}
+def _kinds(parameters: list[torch.nn.Parameter], stacked: set[int]) -> tuple[ParameterKind, ...]:
+    kinds: dict[tuple[str, bool, bool], ParameterKind] = {}
     for parameter in parameters:
-        key = _word(parameter.dtype), parameter.requires_grad
-        kind = kinds.get(key, ParameterKind(*key, 0, 0))
+        key = _word(parameter.dtype), parameter.requires_grad, id(parameter) in stacked
+        kind = kinds.get(key, ParameterKind(*key[:2], 0, 0, key[2]))
         size_bytes = kind.size_bytes + parameter.numel() * parameter.element_size()
-        kinds[key] = ParameterKind(*key, kind.count + parameter.numel(), size_bytes)
+        kinds[key] = replace(kind, count=kind.count + parameter.numel(), size_bytes=size_bytes)
     return tuple(kinds.values())
+
+
+def _experts(base: torch.nn.Module) -> dict[str, int]:
+    """How many experts each module of them has, by its name; none where nbdist knows none."""
+    try:
+        return {name: layer.count for name, layer in find_experts(base).items()}
+    except OptionError:
+        return {}
 
 
 def _lora(base: torch.nn.Module) -> Lora | None:

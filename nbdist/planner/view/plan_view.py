@@ -109,6 +109,7 @@ def heading(plan: Plan) -> list[str]:
         first,
         *plan.live,
         f"{batch}, {load.optimizer}",
+        *_experts(plan),
         *(_frozen(plan) if model.lora else [_counts(model)] if model.parameters >= _SMALL else []),
     ]
     recipes: dict[str, list[str]] = {}
@@ -123,6 +124,24 @@ def heading(plan: Plan) -> list[str]:
         whose = f" ({', '.join(some)}{more})" if len(recipes) > 1 and not is_search else ""
         lines.append(f"recipe {name}{whose}")
     return lines + [f"Assumed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
+
+
+def _experts(plan: Plan) -> list[str]:
+    """How many experts there are, what a token passes, and how evenly they are taken to be used."""
+    shape = plan.model.shape
+    if shape.experts is None or not plan.model.has_shape:
+        return []
+    experts, blocks = shape.experts, f"{shape.routed_blocks} of {shape.layers} blocks"
+    even = (
+        "equally many rows"
+        if plan.load.imbalance == 1
+        else (f"up to {plan.load.imbalance:g} x as many rows as the mean")
+    )
+    line = (
+        f"experts: {experts.count} in {blocks}, {experts.chosen} for each token, which passes "
+        f"{shape.active_parameters:,} parameters; under ep ranks get {even} (--imbalance)"
+    )
+    return [line]
 
 
 def _frozen(plan: Plan) -> list[str]:

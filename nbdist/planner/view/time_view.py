@@ -9,7 +9,7 @@ from nbdist.planner.plan import Plan, PlanRow
 from nbdist.planner.step_time import Time
 
 # Axes whose messages may be waited for, in the order of the columns.
-AXES = ("dp", "tp", "cp", "pp")
+AXES = ("dp", "tp", "cp", "ep", "pp")
 
 
 def shown_time(plan: Plan, rows: Sequence[PlanRow]) -> View:
