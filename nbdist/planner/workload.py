@@ -38,6 +38,8 @@ OPTIMIZERS: Mapping[str, OptimizerCost] = {
     "rmsprop": OptimizerCost("RMSprop 4", 4, 4),
     "adagrad": OptimizerCost("Adagrad 4", 4, 4),
     "momentum": OptimizerCost("momentum 4", 4),
+    # What it makes of a matrix is of one at a time.
+    "muon": OptimizerCost("Muon 4", 4),
     "adafactor": OptimizerCost("Adafactor under 0.1, counted as 0", 0, 4),
     "sgd": OptimizerCost("SGD 0", 0),
 }

@@ -125,7 +125,7 @@ def test_what_looks_at_whole_tensors_is_right_where_it_has_them() -> None:
     for strategy in ("zero1", "fsdp", "tp", "pp", "ep"):
         right(optimizers.PlainSGD, strategy)
         right(optimizers.Lamb, strategy)
-        right(optimizers.Muon, strategy)
+        right(optimizers.TorchMuon, strategy)
     right(optimizers.Muon, "fsdp", ep=2)
     right(optimizers.HalfMuon, "fsdp", limit=0.1)
     right(optimizers.ByTotal, "fsdp")

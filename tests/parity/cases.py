@@ -134,6 +134,24 @@ _EXPERTS = tuple(
     if (typed, model) != ("tp", "experts")  # tp knows none of its names
 )
 
+# Muon, which looks at whole matrices, on those of experts too.
+_MUON = tuple(
+    Case(typed, f"{model} by Muon")
+    for model, names in {
+        "plain": ("ddp", "zero1", "fsdp", "fsdp --shard grad-op --accumulate 2", "tp", "pp", "cp"),
+        "experts": ("ep", "ep --accumulate 2", "fsdp --ep 2", "fsdp", "pp"),
+    }.items()
+    for typed in names
+)
+_MUON_AT_FOUR = tuple(
+    Case(typed, f"{model} by Muon")
+    for model, names in {
+        "plain": ("fsdp --tp 2", "fsdp --shard hybrid", "pp --dp 2"),
+        "experts": ("ep", "ep --ep 2", "fsdp --ep 2"),
+    }.items()
+    for typed in names
+)
+
 _ACCUMULATED = ("ddp", "fsdp", "pp")
 SHORT = {
     2: tuple(Case(f"{name} --accumulate 2" if name in _ACCUMULATED else name) for name in NAMES),
@@ -150,6 +168,8 @@ LONG = {
     (2, "own options"): _OWN,
     (2, "models"): _MODELS,
     (2, "experts"): _EXPERTS,
+    (2, "Muon"): _MUON,
+    (4, "Muon"): _MUON_AT_FOUR,
     (4, "experts"): (
         *_EXPERTS,
         Case("ep --ep 2", "experts"),

@@ -31,9 +31,11 @@ def test_adapters_go_through_every_strategy(tmp_path: Path, model: str, path: li
 
 
 @pytest.mark.timeout(300)
-def test_experts_go_from_rank_to_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["", pytest.param(" by Muon", marks=pytest.mark.parity)])
+def test_experts_go_from_rank_to_rank(tmp_path: Path, by: str) -> None:
     """With their moments, from whole ones to shared ones and back."""
-    _walk(tmp_path, 2, "experts", ["ddp", "ep", "fsdp", "fsdp --ep 2", "pp", "ep", "zero1"], 280)
+    path = ["ddp", "ep", "fsdp", "fsdp --ep 2", "pp", "ep", "zero1"]
+    _walk(tmp_path, 2, f"experts{by}", path, 280)
 
 
 @pytest.mark.parity  # switch/test_rank has every pair of a smaller model

@@ -12,6 +12,7 @@ COMMON = """
     from nbdist.parallel.reshard.redistribute import Reshard, redistribute
     from nbdist.parallel.tensors import local_as
     from tests.programs.experts import Experts
+    from tests.programs.optimizers import Muon
 
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
     DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,13 +81,16 @@ COMMON = """
               "lora of gpt2": lambda: adapted(gpt2(), "c_attn", "c_proj", fan_in_fan_out=True)}
 
     def made(model, seed, rate=lambda step: 0.9 ** step, is_alone=False):
+        "A model, or `a model by Muon`, with its optimizer and schedule."
         torch.manual_seed(seed)
-        net = MODELS[model]()
+        kind, _, by = model.partition(" by ")
+        net = MODELS[kind]()
         if is_alone:
             net.to(DEVICE)
         # Adam makes whole steps of rounding errors where a gradient is 0, as that of a key's bias
         # always is. A larger eps lets them be as small in the parameters as they are.
-        optimizer = torch.optim.AdamW(groups(net), lr=2e-3, eps=1e-4)
+        optimizer = (Muon(groups(net), lr=2e-3) if by == "Muon" else
+                     torch.optim.AdamW(groups(net), lr=2e-3, eps=1e-4))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return net, optimizer, scheduler
 
@@ -109,11 +113,13 @@ COMMON = """
         "The largest difference of each kind of state, by its largest value; steps are equal."
         state = wholes.full_optimizer_state(optimizer.optimizer)["state"]
         def worst(kind):
-            size = max(wanted[kind].abs().max().item() for wanted in moments.values())
-            return max((state[name][kind].cpu() - wanted[kind].cpu()).abs().max().item() / size
-                       for name, wanted in moments.items())
+            pairs = [(torch.as_tensor(state[name][kind]).cpu(), torch.as_tensor(wanted[kind]).cpu())
+                     for name, wanted in moments.items() if kind in wanted]
+            size = max(wanted.abs().max().item() for _, wanted in pairs)
+            return max((value - wanted).abs().max().item() for value, wanted in pairs) / size
+        kinds = {kind for wanted in moments.values() for kind in wanted}
         assert worst("step") == 0
-        return max(worst("exp_avg"), worst("exp_avg_sq"))
+        return max(worst(kind) for kind in kinds - {"step"})
 
     def samples(count):
         "A label for each word, other ones every 12 batches: there is always much to be learned."

@@ -189,6 +189,14 @@ def test_state_of_each_optimizer(name: str) -> None:
     assert state / _NUMBERS == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.1)
 
 
+def test_a_live_muon_counts_by_the_table() -> None:
+    """It refuses the vectors of a model, which another optimizer steps."""
+    live = torch.optim.Muon, {"lr": 0.02}
+    state, _ = stepped_bytes(_SHAPES, live, Workload(optimizer="muon"), choose("single", {}, 1))
+    assert any(len(shape) != 2 for shape, _ in _SHAPES)
+    assert state == 4 * _NUMBERS
+
+
 def test_lists_are_a_gpus() -> None:
     """foreach makes a list of all; on a CPU one parameter's worth at a time."""
     choice = choose("single", {}, 1)

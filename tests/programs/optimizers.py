@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -80,13 +81,30 @@ class Muon(PlainSGD):
         p.sub_(self.orthogonal(gradient.lerp(state["momentum"], 0.95)).to(p.dtype), alpha=rate)
 
     def orthogonal(self, matrix):
-        x = matrix.to(self.dtype)
-        x = x.mT if matrix.shape[-2] > matrix.shape[-1] else x
-        x = x / (x.pow(2).sum((-2, -1), keepdim=True).sqrt() + 1e-7)
-        for _ in range(5):
-            gram = x @ x.mT
-            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-        return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
+        return newton_schulz(matrix.to(self.dtype), (3.4445, -4.7750, 2.0315), 5, 1e-7)
+
+
+def newton_schulz(matrix, coefficients, steps, eps):
+    """A matrix's directions without their sizes, or those of each of a stack; in its own dtype."""
+    a, b, c = coefficients
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    x = x / (x.pow(2).sum((-2, -1), keepdim=True).sqrt() + eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if is_tall else x
+
+
+class TorchMuon(torch.optim.Muon):
+    """torch's own on the matrices alone; not rounded to bf16."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__([p for p in params if p.ndim == 2], 1e-2)
+
+    def step(self, closure=None):
+        with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", newton_schulz):
+            super().step(closure)
 
 
 class HalfMuon(Muon):

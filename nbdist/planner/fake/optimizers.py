@@ -45,7 +45,9 @@ def stepped_bytes(
     numbers = sum(torch.Size(shape).numel() for shape, _ in stepped)
     row = OPTIMIZERS[load.optimizer]
     lists = numbers * row.step_bytes if load.has_gpu and not choice.options.is_fused else 0
-    if live is None and load.optimizer not in _MADE:
+    # Muon takes matrices alone, and the rest is another optimizer's.
+    is_muon = live is not None and issubclass(live[0], torch.optim.Muon)
+    if (live is None and load.optimizer not in _MADE) or is_muon:
         return numbers * row.state_bytes, lists
     if not stepped:
         return 0.0, 0.0
