@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -35,11 +36,13 @@ class ExpertGroup:
         copies: The ranks that have the same experts and average their gradients here; None where
             there are none, or FSDP does it.
         count: Experts of a layer, on all ranks together.
+        name: Of them, in the model.
     """
 
     ranks: dist.ProcessGroup
     copies: dist.ProcessGroup | None
     count: int
+    name: str
 
     def __deepcopy__(self, _memo: object) -> Self:
         """Itself: it holds no values."""
@@ -75,7 +78,11 @@ def dispatch(
     experts = index.reshape(-1)
     is_routed = (experts >= 0) & (experts < group.count)
     order = torch.where(is_routed, experts, group.count).argsort(stable=True)
-    order = order[: int(is_routed.sum())]
+    # One wait for the device.
+    n_routed, n_nan = torch.stack([is_routed.sum(), weights.isnan().sum()]).tolist()
+    if n_nan:
+        _warn_of_nan(group.name)
+    order = order[:n_routed]
     experts = experts[order]
     sent, received, loads = _counts(torch.bincount(experts, minlength=group.count), group.ranks)
     for act in events.on_experts if torch.is_grad_enabled() else ():
@@ -102,6 +109,14 @@ def _refuse_wrong_shapes(hidden: torch.Tensor, index: torch.Tensor, weights: tor
             f"{tuple(index.shape)} and weights {tuple(weights.shape)}. ep needs (tokens, width), "
             "(tokens, k) and (tokens, k)."
         )
+
+
+def _warn_of_nan(name: str) -> None:
+    warnings.warn(  # one text for all steps, so that it is shown once
+        f"The router gives NaN as weights of {name}, on rank {dist.get_rank()}, so the loss is NaN "
+        "too. %dist_check --trace-nan tells which module of the next cell gives NaN first.",
+        stacklevel=2,
+    )
 
 
 def _counts(counts: torch.Tensor, group: dist.ProcessGroup) -> Iterator[list[int]]:

@@ -60,7 +60,7 @@ def _lay_out(job: ModelBuild) -> None:
         attributes = vars(module)
         attributes.update(dict.fromkeys(layer.counts, layer.count // job.grid.degrees.ep))
         inner = attributes.get("forward") or functools.partial(type(module).forward, module)
-        group = ExpertGroup(mesh.get_group(), copies, layer.count)
+        group = ExpertGroup(mesh.get_group(), copies, layer.count, name)
         forward: Any = functools.partial(dispatch, module, inner, group)
         module.forward = functools.update_wrapper(forward, type(module).forward)
     step_by_mesh()

@@ -22,6 +22,8 @@ from nbdist.strategy.tp_user_plan import match_names
 # Names of the forward's second and third argument in transformers 5.
 _ARGUMENTS = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
 _STYLE = "experts"
+# What is in the module that torch.compile(module) returns.
+_COMPILED = "_orig_mod"
 _CONTRACT = (
     "Experts are one module with stacked parameters (experts, ...) and forward(hidden_states, "
     "top_k_index, top_k_weights), as transformers has them. Name yours before prepare(): "
@@ -48,10 +50,10 @@ def find_experts(base: torch.nn.Module) -> dict[str, LayerExperts]:
     Raises:
         OptionError: There are none; or what a plan names are none.
     """
-    for holder in dict.fromkeys((base, inner_model(base))):
+    inside = dict(base.named_children()).get(_COMPILED, base)
+    for holder, prefix in {inner_model(base): PREFIX, inside: "", base: ""}.items():
         plan = vars(holder).get("ep_plan", getattr(type(holder), "ep_plan", None))
         if isinstance(plan, Mapping) and plan:
-            prefix = "" if holder is base else PREFIX
             return _of_plan(base, {f"{prefix}{pattern}": word for pattern, word in plan.items()})
     names = [name for name, module in base.named_modules() if _takes_tokens(module)]
     if not names:
@@ -65,14 +67,16 @@ def find_experts(base: torch.nn.Module) -> dict[str, LayerExperts]:
 
 def _of_plan(base: torch.nn.Module, plan: Mapping[str, object]) -> dict[str, LayerExperts]:
     modules = dict(base.named_modules())
+    # By their names without torch.compile; of a wrapper and what is in it, the latter.
+    paths = {".".join(p for p in path.split(".") if p != _COMPILED): path for path in modules}
     experts = {}
     for pattern, style in plan.items():
         if style != _STYLE:
             raise OptionError(f"ep_plan: {pattern} has the style {style!r}. There is {_STYLE!r}.")
-        names = match_names(pattern, modules)
+        names = match_names(pattern, paths)
         if not names:
             raise OptionError(f"ep_plan: {pattern} matches no module of {type(base).__name__}.")
-        experts.update({name: _layer(modules[name], name) for name in names})
+        experts.update({paths[name]: _layer(modules[paths[name]], name) for name in names})
     return experts
 
 
