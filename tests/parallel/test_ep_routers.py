@@ -105,6 +105,8 @@ def in_place(model: Any) -> Any:
 @on_ranks(2)
 def test_what_is_compiled_trains_as_one_process() -> None:
     """The model, its blocks or the experts; in place or in a wrapper, which a plan ignores."""
+    from torch._dynamo.utils import counters
+
     cases: list[tuple[str, Callable[[Any], Any]]] = [
         ("ep", lambda model: torch.compile(model, backend="aot_eager")),
         ("fsdp", wrap_experts),
@@ -114,6 +116,7 @@ def test_what_is_compiled_trains_as_one_process() -> None:
     for number, (kind, wrap) in enumerate(cases):
         off = train(put(wrap(test_ep.make()), *over(kind, n)), wrap(test_ep.make()), steps=2)
         close({f"{number} {kind}": off})
+    assert counters["frames"]["ok"] > 0
 
 
 @on_ranks(2)
