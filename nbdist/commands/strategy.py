@@ -54,7 +54,9 @@ def dist_strategy(values: Namespace) -> View:
         raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
     name = values.named[0] if values.named else None
     if StrategySpec.parse(name, settings) is None:
-        return strategy_view.current(strategies.current())
+        choice = strategies.current()
+        tokens = strategies.expert_tokens() if choice.degrees.ep > 1 else {}
+        return strategy_view.current(choice, tokens)
     return strategy_view.switch_result(strategies.switch(name, **settings))
 
 

@@ -5,11 +5,10 @@ The facts come from lints/rank/experts.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import RuleHit
 from nbdist.lints.lint import Facts, Lint
+from nbdist.strategy.expert_tokens import ExpertTokens
 
 # Of fewer tokens (each counts once for each of its experts) nothing is said.
 _FEWEST = 512
@@ -18,44 +17,26 @@ _RANK, _EXPERT, _SHARE = 1.5, 4.0, 0.25
 
 
 def _uneven(subject: str, facts: Facts) -> list[RuleHit]:
-    rows = {rank: sum(map(sum, load["layers"].values())) for rank, load in facts.items()}
-    total, busiest = sum(rows.values()), max(rows, key=lambda rank: rows[rank])
-    if total < _FEWEST or len(rows) == 1:
+    tokens = ExpertTokens.of(facts)
+    if tokens.total < _FEWEST or len(facts) == 1:
         return []
     hits = []
-    times = rows[busiest] * len(rows) / total
+    rank, times = tokens.busiest_rank
     if times >= _RANK:
         sentence = (
-            f"{ranks_phrase([busiest])} computed {times:.1f} times as many tokens in the experts "
-            f"of {subject} as a rank does on average ({rows[busiest]:,} of {total:,})"
+            f"{ranks_phrase([rank])} computed {times:.1f} times as many tokens in the experts "
+            f"of {subject} as a rank does on average ({tokens.ranks[rank]:,} of {tokens.total:,})"
         )
         hits.append(RuleHit(sentence, tuple(facts)))
-    layer, counts = max(_layers(facts).items(), key=lambda item: _share(item[1]))
-    even = 1 / len(counts)
-    if _share(counts) >= max(_SHARE, _EXPERT * even):
-        expert = counts.most_common(1)[0][0]
+    layer, expert, share = tokens.busiest_expert
+    even = tokens.even(layer)
+    if share >= max(_SHARE, _EXPERT * even):
         sentence = (
-            f"expert {expert} of {layer} in {subject} got {_share(counts):.0%} of its layer's "
+            f"expert {expert} of {layer} in {subject} got {share:.0%} of its layer's "
             f"tokens; evenly it would be {even:.0%}"
         )
         hits.append(RuleHit(sentence, tuple(facts)))
     return hits
-
-
-def _layers(facts: Facts) -> dict[str, Counter[int]]:
-    """Of each layer the tokens by expert; several ranks may have the same experts."""
-    layers: dict[str, Counter[int]] = {}
-    for load in facts.values():
-        for layer, tokens in load["layers"].items():
-            first = load["share"] * len(tokens)
-            numbered = {first + number: count for number, count in enumerate(tokens)}
-            layers.setdefault(layer, Counter()).update(numbered)
-    return layers
-
-
-def _share(counts: Counter[int]) -> float:
-    """The largest part of a layer's tokens that one expert got."""
-    return max(counts.values()) / max(1, counts.total())
 
 
 LINT = Lint(

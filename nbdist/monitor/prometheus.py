@@ -88,6 +88,9 @@ METRICS = (
            read_of("allocator.reserved_bytes")),
     Metric("nbdist_torch_allocated_peak_bytes", "Peak GPU memory in tensors of the rank.",
            read_of("allocator.peak_bytes")),
+    Metric("nbdist_expert_load_ratio",
+           "Tokens that the rank's experts computed in the cell, by those it routed: 1 is even.",
+           read_of("expert_load")),
     Metric("nbdist_sample_age_seconds", "Age of the rank's oldest number.", read_of("age_s")),
 )  # fmt: skip
 

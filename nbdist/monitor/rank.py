@@ -13,6 +13,7 @@ from nbdist.core.rank import this_rank
 from nbdist.hang.rank import main_thread, nccl_abort
 from nbdist.monitor.process_usage import Usages
 from nbdist.monitor.samples import Allocator, Answer
+from nbdist.parallel.ep import tokens
 
 GPU_PERIOD_S = 1.0
 # A collective and a main thread that do not get on for so long are taken to wait. torch notes the
@@ -35,13 +36,25 @@ def usage(is_remote: bool) -> Answer:
     now_s = time.monotonic()
     allocator_age_s = 0.0 if allocator is None else now_s - allocator_s
     if not is_remote:
-        return Answer(now_s, allocator=allocator, allocator_age_s=allocator_age_s)
+        return Answer(
+            now_s,
+            allocator=allocator,
+            allocator_age_s=allocator_age_s,
+            expert_load=tokens.load(),
+        )
     pid = os.getpid()
     process_usage = _usages.read([pid]).get(pid)
     readings, read_s = (_watch.newest() if is_gpu else None) or (GpuReadings(), now_s)
     gpu, gpu_age_s = readings.of(place.device_uuid), time.monotonic() - read_s
     return Answer(
-        now_s, process_usage, gpu, gpu_age_s, allocator, readings.problems, allocator_age_s
+        now_s,
+        process_usage,
+        gpu,
+        gpu_age_s,
+        allocator,
+        readings.problems,
+        allocator_age_s,
+        tokens.load(),
     )
 
 

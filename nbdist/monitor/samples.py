@@ -51,6 +51,8 @@ class Answer:
         allocator: None on a CPU, and before CUDA is used.
         allocator_age_s: How old these numbers are: it is not asked while the rank waits for its
             GPU in a collective.
+        expert_load: Tokens that its experts computed in the cell, by those that it routed to any
+            experts; None where it trains no mixture under ep.
     """
 
     now_s: float
@@ -60,6 +62,7 @@ class Answer:
     allocator: Allocator | None = None
     problems: tuple[str, ...] = ()
     allocator_age_s: float = 0.0
+    expert_load: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Sample:
         allocator: torch's own numbers of that GPU's memory, of this rank alone.
         age_s: How old the oldest of `usage` and `gpu` is. A rank on another host whose C code
             holds the GIL answers when it lets go.
+        expert_load: As its answer says.
     """
 
     rank: int
@@ -106,6 +110,7 @@ class Sample:
     gpu: GpuReading | None = None
     allocator: Allocator | None = None
     age_s: float = 0.0
+    expert_load: float | None = None
 
     @property
     def doing_text(self) -> str:
@@ -190,6 +195,7 @@ COLUMNS: Mapping[str, Column] = {
     "allocated": Column(read_of("allocator.allocated_bytes"), _most),
     "allocated_peak": Column(read_of("allocator.peak_bytes"), _most),
     "reserved": Column(read_of("allocator.reserved_bytes"), _most),
+    "expert_load": Column(read_of("expert_load"), _mean),
     "collective_age": Column(read_of("doing.collective_age_s"), _most),
     "state": Column(read_of("doing.state", STATES.index), lambda _first, last, _share: last),
 }

@@ -53,6 +53,7 @@ _FIELDS = (
     _Field("host memory", "rss", units.size),
     _Field("temperature (C)", "temperature", _whole),
     _Field("power (W)", "power", _whole),
+    _Field("expert load", "expert_load", "{:.1f}".format),
 )
 # What the picture shows of each rank: the column, what a value is multiplied by, the title, and
 # how far its axis goes at least.
@@ -75,7 +76,11 @@ def monitor(
 
     `samples` are the newest of each rank; `notes` say what could not be read, and what else.
     """
-    fields = [field for field in _FIELDS if is_stored() or _is_known(history, field.column)]
+    fields = [
+        field
+        for field in _FIELDS
+        if (is_stored() and field.column != "expert_load") or _is_known(history, field.column)
+    ]
     rows = [_row(sample, history, fields) for sample in samples]
     head = ["rank", "doing", *(field.title for field in fields), "last collective"]
     # What stands out depends on times and rates: it is nothing to store.

@@ -22,9 +22,6 @@ before_build: list[Callable[[torch.nn.Module, Strategy], None]] = []
 # Called with a model that ranks share a copy of, the tensors it is called with, and these ranks;
 # before each of its forwards.
 on_inputs: list[Callable[[torch.nn.Module, Sequence[torch.Tensor], Sequence[int]], None]] = []
-# Called with the experts of a layer and how many tokens each of those got that are on this rank;
-# in each training forward under ep.
-on_experts: list[Callable[[torch.nn.Module, Sequence[int]], None]] = []
 # Called with a model and the name of a parameter that it no longer has and that got a gradient.
 on_former_gradient: list[Callable[[torch.nn.Module, str], None]] = []
 # Called with a prepared loader, the dataset that it reads and what draws its indices (None for a

@@ -15,6 +15,7 @@ from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.strategy import hosts
 from nbdist.strategy.choice import Strategy, label
 from nbdist.strategy.choose import StrategySpec
+from nbdist.strategy.expert_tokens import ExpertTokens
 from nbdist.switch.report import RankSwitchReport, merge_reports
 
 CURRENT_S = 30.0
@@ -23,6 +24,9 @@ SWITCH_S = 600.0
 
 switch_strategy: RankFunction[[Strategy], RankSwitchReport] = RankFunction(
     "nbdist.switch.rank.switch:switch"
+)
+count_tokens: RankFunction[[], list[dict[str, Any]]] = RankFunction(
+    "nbdist.switch.rank.expert_tokens:count"
 )
 
 
@@ -58,6 +62,19 @@ class Strategies:
             )
         current: Strategy = strategies[0]
         return current
+
+    def expert_tokens(self) -> dict[str, ExpertTokens]:
+        """Tokens of each model's experts in the last cell's training forwards, by its class.
+
+        Raises:
+            RankGone, RankBusy, NotRunning: As for a cell.
+        """
+        counted = self._ranks.call_all(count_tokens, deadline_s=CURRENT_S)
+        models: dict[tuple[int, str], dict[int, Any]] = {}
+        for rank, of_rank in enumerate(counted):
+            for number, counts in enumerate(of_rank):
+                models.setdefault((number, counts["model"]), {})[rank] = counts
+        return {name: ExpertTokens.of(counts) for (_, name), counts in models.items()}
 
     def switch(self, name: str | None, /, **options: object) -> RankSwitchReport:
         """Put the live models under another strategy, or choose it for those to come.

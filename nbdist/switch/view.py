@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import html
+import io
+from collections.abc import Mapping
+from dataclasses import replace
 
 from nbdist.core import units
-from nbdist.core.view import View, table
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.units import is_stored, shown
+from nbdist.core.view import View, figure_html, table
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, described, rows_of
 from nbdist.strategy.choose import choose
 from nbdist.strategy.degrees import ranks
+from nbdist.strategy.expert_tokens import ExpertTokens
 from nbdist.strategy.table import HELD, ROWS, StrategyRow
 from nbdist.switch.report import RankSwitchReport
 
 _NOTHING = "-"
+# A picture of experts: more layers than these would be a long page.
+_MOST_LAYERS = 64
+_WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI, _FONT_PT = 7.5, 0.16, 0.7, 160, 6
 
 
-def current(choice: Strategy) -> View:
-    """What %dist_strategy shows: the current strategy, and every row on these ranks."""
+def current(choice: Strategy, tokens: Mapping[str, ExpertTokens] | None = None) -> View:
+    """What %dist_strategy shows: the current strategy, and every row on these ranks.
+
+    Under ep also how many tokens of the last cell the experts of each model got.
+    """
     n_ranks, recipe = ranks(choice.world_size), footprint.RECIPES["fp32"]
+    tokens = tokens or {}
     dp, accumulated = choice.degrees.dp, choice.options.accumulate
     times = f" x {accumulated} accumulated" if accumulated > 1 else ""
     batch = f"effective batch: {dp} x the loader's batch{times}"
@@ -32,16 +45,64 @@ def current(choice: Strategy) -> View:
         "%dist_strategy NAME switches; %dist_strategy --help has degrees and options; "
         "docs/strategies.md explains each."
     )
-    return table(
+    view = table(
         ["", "strategy", "splits", "B held", "B sent", "use it when"],
         [_cells(row, choice) for row in ROWS.values()],
         before=[
             f"strategy: {described(choice)}",
             f"{batch} (data-parallel degree {dp} on {n_ranks})",
+            *(_expert_line(model, of_model) for model, of_model in tokens.items()),
             "",
         ],
         after=["", legend, more],
     )
+    images = [expert_png(of_model) for of_model in tokens.values() if not is_stored()]
+    figures = (figure_html(image, "Tokens by layer and expert") for image in images)
+    return replace(view, html=view.html + "".join(figures), png=images[0] if images else b"")
+
+
+def _expert_line(model: str, tokens: ExpertTokens) -> str:
+    rank, times = tokens.busiest_rank
+    layer, expert, share = tokens.busiest_expert
+    return (
+        f"experts of {model} in the last cell: {tokens.total:,} tokens; "
+        f"rank {rank} computed {shown(f'{times:.1f}')} times the mean, and expert {expert} of "
+        f"{layer} got {shown(f'{share:.0%}')} (evenly {tokens.even(layer):.0%})"
+    )
+
+
+def expert_png(tokens: ExpertTokens) -> bytes:
+    """Layers down, experts across: each one's tokens by its even share; ranks above."""
+    names = list(tokens.layers)[:_MOST_LAYERS]
+    n_experts = max(len(tokens.layers[name]) for name in names)
+    grid = [
+        [tokens.layers[name][e] / max(1, tokens.layers[name].total()) / tokens.even(name)
+         for e in range(n_experts)]
+        for name in names
+    ]  # fmt: skip
+    import matplotlib.style
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.style.context("default"):
+        height_in = _EDGE_IN + _ROW_IN * len(names)
+        figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(grid, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
+        axes.set_yticks(range(len(names)), names, fontsize=_FONT_PT, parse_math=False)
+        axes.set_xlabel("expert", fontsize=_FONT_PT)
+        axes.tick_params(labelsize=_FONT_PT)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        width = n_experts / len(tokens.shares)
+        for share, owners in enumerate(tokens.shares):
+            axes.axvline(share * width - 0.5, color="black", linewidth=1)
+            axes.text((share + 0.5) * width - 0.5, -0.6, ranks_phrase(owners), ha="center",
+                      fontsize=_FONT_PT)  # fmt: skip
+        bar = figure.colorbar(image, ax=axes, ticks=[0, 1, 2], shrink=0.8)
+        bar.ax.set_yticklabels(["none", "even", "twice"], fontsize=_FONT_PT)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
 
 
 def _cells(row: StrategyRow, current_choice: Strategy) -> list[str]:

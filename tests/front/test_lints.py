@@ -307,10 +307,14 @@ route(torch.arange(400) % 4)
 
 
 def test_uneven_experts_are_told(linted: Kernel) -> None:
-    """The rank that computes most and the expert that gets most; not where they are even."""
+    """The rank that computes most and the expert that gets most; not where they are even.
+
+    The picture beside the strategy has the same cell's tokens.
+    """
     linted.run("%dist_strategy ep")
     even = linted.run(f"%%distributed\n{_EXPERTS}")
     uneven = linted.run("%%distributed\nroute(torch.full((400,), 2))")
+    strategy = linted.run("%dist_strategy")
     linted.run("%%distributed\ndel mixture, route\nn = gc.collect()")
     linted.run("%dist_strategy ddp")
 
@@ -320,6 +324,10 @@ def test_uneven_experts_are_told(linted: Kernel) -> None:
         "mixture as a rank does on average (800 of 800)"
     ) in uneven.stderr
     assert "expert 2 of experts in mixture got 100% of its layer's tokens" in uneven.stderr
+    assert (
+        "experts of Mixture in the last cell: 800 tokens; rank 1 computed 2.0 times the mean, and "
+        "expert 2 of experts got 100% (evenly 25%)"
+    ) in strategy.visible
 
 
 _ROUTED = """

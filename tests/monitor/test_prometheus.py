@@ -15,7 +15,7 @@ GPU = GpuReading(
 )
 SAMPLE = Sample(
     0, 100.0, Doing("waiting", "waiting in barrier()", 97.5, 20.0, "barrier()", 30.25),
-    Usage(1.0, 1000, 900, 5000, 6000), 150.0, GPU, Allocator(10, 20, 30), 0.5,
+    Usage(1.0, 1000, 900, 5000, 6000), 150.0, GPU, Allocator(10, 20, 30), 0.5, 1.25,
 )  # fmt: skip
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 _VALUE = r'"(?:[^"\\\n]|\\\\|\\"|\\n)*"'
@@ -80,6 +80,7 @@ def test_all_that_is_known_is_there_with_its_unit_and_labels() -> None:
     assert families["nbdist_rank_waiting_seconds"][rank] == 2.5
     assert families["nbdist_rank_last_collective_age_seconds"][rank] == 30.25
     assert families["nbdist_rank_up"][rank] == 1
+    assert families["nbdist_expert_load_ratio"][rank] == 1.25
     assert families["nbdist_torch_allocated_peak_bytes"][rank] == 30
     assert {
         dict(labels)["state"]: value for labels, value in families["nbdist_rank_state"].items()

@@ -17,6 +17,7 @@ from nbdist.hang.rank import main_thread, nccl_abort
 from nbdist.hang.records import FlightRecorderEntry
 from nbdist.monitor import rank as monitor_rank
 from nbdist.monitor.samples import Allocator, Answer
+from nbdist.parallel.ep import tokens
 from tests.support.gpus import Card, Driver, play
 
 STATS = {
@@ -46,6 +47,20 @@ def test_a_rank_of_the_notebooks_host_tells_torchs_numbers_alone(on_gpu: None) -
 
     expected = Answer(answer.now_s, allocator=Allocator(10, 20, 30))
     assert replace(answer, allocator_age_s=0.0) == expected
+
+
+def test_a_rank_tells_how_much_its_experts_compute(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what it routed: three tokens came for its experts, and it had two for all."""
+    experts = torch.nn.Linear(1, 1)
+    tokens.forget()
+    tokens.count(experts, [3, 0], 2)
+    answer = monitor_rank.usage(is_remote=False)
+    tokens.forget()
+
+    assert answer.expert_load == 1.5
+    assert monitor_rank.usage(is_remote=False).expert_load is None
 
 
 def test_before_cuda_is_used_there_is_no_allocator(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from matplotlib.image import imread
 
 from nbdist.strategy.choose import choose, default_choice
+from nbdist.strategy.expert_tokens import ExpertTokens
 from nbdist.strategy.table import ROWS
 from nbdist.switch.report import RankSwitchReport, merge_reports
 from nbdist.switch.view import current, switch_result
@@ -41,6 +44,36 @@ def test_current_marks_its_rows_in_the_table_of_all() -> None:
     assert table["zero1"].split()[1:5] == ["optimizer,", "batch", "10.0", "9.0"]
     assert table["fsdp"].split()[2:6] == ["model,", "batch", "4.0", "9.0"]
     assert "B: bytes per parameter on 4 ranks. Held between steps: 16 (fp32: " in lines[-2]
+
+
+def test_experts_are_told_and_drawn_by_their_share_of_the_tokens() -> None:
+    """Ranks 0 and 1 have two experts of each layer; ranks 2 and 3 are their copies."""
+    counted = {
+        rank: {"share": rank % 2, "layers": {"a": tokens, "b": [10, 10]}}
+        for rank, tokens in enumerate([[30, 10], [0, 0], [50, 10], [0, 0]])
+    }
+    tokens = ExpertTokens.of(counted)
+    view = current(choose("ep", {"ep": 2}, 4), {"Mixture": tokens})
+
+    assert view.text.splitlines()[2] == (
+        "experts of Mixture in the last cell: 180 tokens; rank 2 computed 1.8 times the mean, and "
+        "expert 0 of a got 80% (evenly 25%)"
+    )
+    assert tokens.shares == ((0, 2), (1, 3))
+    assert tokens.layers["a"] == {0: 80, 1: 20, 2: 0, 3: 0}
+    assert tokens.layers["b"] == {0: 20, 1: 20, 2: 20, 3: 20}
+    picture = imread(io.BytesIO(view.png))
+    # Layer a is far from even in two of four places, b is white: red and blue are above.
+    colours = picture[..., 0] - picture[..., 2]
+    rows = (
+        range(len(colours) // 4, len(colours) // 3),
+        range(len(colours) // 2, len(colours) * 3 // 5),
+    )
+    upper, lower = (colours[row.start : row.stop, : -len(colours)] for row in rows)
+    assert upper.max() > 0.2
+    assert upper.min() < -0.2
+    assert abs(lower).max() < 0.1
+    assert "nbdist-figure" in view.html
 
 
 def test_rows_that_these_ranks_cannot_form_have_no_numbers() -> None:

@@ -12,10 +12,8 @@ from torch.optim import Optimizer
 
 from nbdist.core.rank import this_rank
 from nbdist.lints.rank import ddp, watch
-from nbdist.parallel import events
+from nbdist.parallel.ep import tokens
 
-# Experts of a layer -> tokens of each that is here.
-_loads: weakref.WeakKeyDictionary[torch.nn.Module, list[int]] = weakref.WeakKeyDictionary()
 # How many steps of an optimizer were looked at.
 _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 # By then an optimizer has changed what was zero: the rate of a warmup is 0 in the first one.
@@ -23,25 +21,18 @@ _LAST_STEP = 3
 
 
 def install() -> None:
-    """Count from now on."""
-    events.on_experts.append(_count)
-    watch.undo.append(lambda: events.on_experts.remove(_count))
+    """Nothing of torch is replaced: the exchange counts its tokens itself."""
 
 
 def begin() -> None:
     """Forget the tokens of the cell before."""
-    _loads.clear()
+    tokens.forget()
 
 
 def end() -> None:
     """Note this cell's models."""
-    if _loads:
+    if tokens.load() is not None:
         _note_models()
-
-
-def _count(module: torch.nn.Module, tokens: Sequence[int]) -> None:
-    before = _loads.get(module, [0] * len(tokens))
-    _loads[module] = [a + b for a, b in zip(before, tokens, strict=True)]
 
 
 @watch.guarded("uneven-experts")
@@ -49,9 +40,7 @@ def _note_models() -> None:
     from nbdist.parallel import registry  # late: a model that has experts here has loaded it
 
     for model in registry.prepared():
-        layers = {
-            name: _loads[module] for name, module in model.base.named_modules() if module in _loads
-        }
+        layers = tokens.layers_of(model.base)
         if layers and model.degrees.ep > 1:
             share, _ = model.degrees.ep_place(this_rank().place.rank)
             watch.note("uneven-experts", ddp.name_of(model.outer), share=share, layers=layers)

@@ -99,7 +99,8 @@ class Sampler:
             age_s = now_s - answered_s + answer.gpu_age_s
         cpu_percent = self._cpu_percent(place, pid, usage, when_s)
         allocator = self._answers.allocator(answer, now_s - answered_s)
-        return Sample(rank, now_s, doing, usage, cpu_percent, gpu, allocator, age_s)
+        load = None if answer is None else answer.expert_load
+        return Sample(rank, now_s, doing, usage, cpu_percent, gpu, allocator, age_s, load)
 
     def _gpu_of(self, place: RankPlace, readings: GpuReadings) -> GpuReading | None:
         reading = readings.of(place.device_uuid)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import NbdistError
-from nbdist.parallel import events
+from nbdist.parallel.ep import tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ def dispatch(
     order = order[:n_routed]
     experts = experts[order]
     sent, received, loads = _counts(torch.bincount(experts, minlength=group.count), group.ranks)
-    for act in events.on_experts if torch.is_grad_enabled() else ():
-        act(module, loads)
+    if torch.is_grad_enabled():
+        tokens.count(module, loads, len(experts))
 
     rows = hidden.reshape(-1, width)[order // k]
     rows = _exchange(rows, group.ranks, sent, received)
