@@ -186,12 +186,28 @@ def test_models_of_transformers_train_as_one_process(model: Callable[[], nn.Modu
         close({f"{under}": off})
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize("products", ["eager", "batched_mm"])
+@on_ranks(2)
+def test_any_product_of_experts_may_be_chosen(products: str) -> None:
+    """Those of transformers; grouped_mm, which it takes by itself, is in the test above."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        model: Any = mixtral()
+        assert model.config._experts_implementation == "grouped_mm"
+        model.set_experts_implementation(products)
+        return model
+
+    close({products: compare(*over("ep", 2), build=build, loss_of=loss_of, optimizer=sgd)})
+
+
 @on_ranks(4)
 def test_attention_is_split_beside_experts() -> None:
-    """By tp, along which ranks have the same tokens and the same experts."""
+    """By tp, along which ranks have the same tokens and the same experts; for five steps."""
     degrees = {"dp_shard": 2, "tp": 2, "ep": 2}
     build = _seeded(mixtral)
-    close({"tp": compare("tp", degrees, build=build, loss_of=loss_of, optimizer=steady, steps=1)})
+    close({"tp": compare("tp", degrees, build=build, loss_of=loss_of, optimizer=sgd, steps=5)})
 
 
 @on_ranks(4)
