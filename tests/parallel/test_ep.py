@@ -301,7 +301,7 @@ def test_what_has_no_experts_is_refused() -> None:
 
 
 def test_experts_that_do_not_divide_are_refused() -> None:
-    """With the degrees that do."""
+    """With the degrees that do, of these ranks; more ranks than experts, too."""
     from nbdist.parallel import build
 
     one, two = make(), choose("ep", {"dp_replicate": 2, "ep": 2})
@@ -309,6 +309,8 @@ def test_experts_that_do_not_divide_are_refused() -> None:
         block.experts = Experts(WIDTH, 20, 1)
     with pytest.raises(OptionError, match=r"2 ranks cannot share the 1 experts .* Use fsdp"):
         build.plan(build_alone(one, two))
-    choice = choose("ep", {"dp_replicate": 3, "ep": 3})
-    with pytest.raises(OptionError, match=r"3 ranks cannot share the 8 experts .* --ep 2, 4 or 8"):
-        build.plan(build_alone(make(), choice))
+    for ranks, ways in ((3, "fsdp"), (6, "--ep 2, or fsdp"), (16, "--ep 2, 4 or 8, or fsdp")):
+        choice = choose("ep", {"dp_replicate": ranks, "ep": ranks})
+        refused = rf"{ranks} ranks cannot share the 8 experts .* Use {ways}\."
+        with pytest.raises(OptionError, match=refused):
+            build.plan(build_alone(make(), choice))

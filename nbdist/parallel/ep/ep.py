@@ -20,6 +20,7 @@ from nbdist.parallel.ep.dispatch import ExpertGroup, dispatch
 from nbdist.parallel.ep.experts import LayerExperts, find_experts
 from nbdist.parallel.tp.attention import split_parameter
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.strategy.choice import Degrees
 from nbdist.strategy.degrees import divisors
 from nbdist.strategy.options import listed
 
@@ -31,7 +32,7 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Find the experts; each of their parameters is split along its first dim."""
     experts = find_experts(job.base)
     for name, layer in experts.items():
-        _refuse_uneven(name, layer, job.grid.degrees.ep)
+        _refuse_uneven(name, layer, job.grid.degrees)
     names = _parameter_names(job.base, experts)
     missing = [name for name in names if name not in layouts]
     if missing:
@@ -80,13 +81,13 @@ def _parameter_names(base: torch.nn.Module, experts: dict[str, LayerExperts]) ->
     ]
 
 
-def _refuse_uneven(name: str, layer: LayerExperts, degree: int) -> None:
-    if layer.count % degree == 0:
+def _refuse_uneven(name: str, layer: LayerExperts, degrees: Degrees) -> None:
+    if layer.count % degrees.ep == 0:
         return
-    fitting = divisors(layer.count)[1:]
+    fitting = [n for n in divisors(layer.count)[1:] if degrees.dp % n == 0]
     use = f"--ep {listed(fitting, 'or')}, or fsdp" if fitting else "fsdp"
     raise OptionError(
-        f"{degree} ranks cannot share the {layer.count} experts of {name} evenly. Use {use}."
+        f"{degrees.ep} ranks cannot share the {layer.count} experts of {name} evenly. Use {use}."
     )
 
 
