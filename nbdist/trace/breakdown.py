@@ -82,7 +82,8 @@ class Traffic:
     Attributes:
         name: "all-reduce".
         group: As the user calls it.
-        size_bytes: Of one message: the whole that all ranks of the group make or get.
+        size_bytes: Of one message: the whole that all ranks of the group make or get; the mean
+            where a group has more than `SIZES` sizes, as tokens have that go to their experts.
         count: Calls of a rank per step (of all, where there are no steps).
         sent_bytes: What a rank sends for them per step on a ring (strategy.footprint.CALLS).
         median_ns: Half of the calls took less, the wait for the last rank included.
@@ -145,6 +146,8 @@ class TimeBreakdown:
 
 # Operations that are listed.
 TOP = 12
+# Sizes of one collective in one group that are told apart.
+SIZES = 8
 # A first step this much longer than the others is no measure of them.
 FIRST_STEP = 1.5
 # From fewer steps nothing can be said of their spread.
@@ -293,29 +296,34 @@ def self_ns(events: Events) -> Integers:
 def _traffic(
     traces: Sequence[RankTrace], spans_of: Sequence[Spans], n_steps: int
 ) -> tuple[Traffic, ...]:
-    durations_ns: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
+    calls: dict[tuple[str, str, int], list[tuple[int, int]]] = defaultdict(list)
     for trace, rank_spans in zip(traces, spans_of, strict=True):
         events = trace.events
         for place in np.flatnonzero(is_inside(trace, rank_spans) & (events.kind == COMMUNICATION)):
             group = int(events.group[place])
-            group_name = trace.groups[group] if group >= 0 else ""
+            name = trace.names[events.name[place]]
             n_ranks = len(trace.group_ranks[group]) if group >= 0 else len(traces)
-            key = (
-                trace.names[events.name[place]],
-                group_name,
-                int(events.size_bytes[place]),
-                n_ranks,
-            )
-            durations_ns[key].append(int(events.duration_ns[place]))
+            call = int(events.size_bytes[place]), int(events.duration_ns[place])
+            calls[name, trace.groups[group] if group >= 0 else "", n_ranks].append(call)
     per = max(1, n_steps) * max(1, len(traces))
     rows = [
         Traffic(
-            name, group, size_bytes, len(calls_ns) / per,
-            sent_share(name, n_ranks) * size_bytes * len(calls_ns) / per, int(np.median(calls_ns)),
+            name, group, sum(sizes) // len(sizes), len(alike) / per,
+            sent_share(name, n_ranks) * sum(sizes) / per, int(np.median(durations_ns)),
         )
-        for (name, group, size_bytes, n_ranks), calls_ns in durations_ns.items()
+        for (name, group, n_ranks), of_group in calls.items()
+        for alike in _by_size(of_group)
+        for sizes, durations_ns in [tuple(zip(*alike, strict=True))]
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: (-row.sent_bytes, row.name, row.size_bytes)))
+
+
+def _by_size(calls: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Calls of (size, duration), those of one size together; all of them if sizes are many."""
+    by_size: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for call in calls:
+        by_size[call[0]].append(call)
+    return list(by_size.values()) if len(by_size) <= SIZES else [list(calls)]
 
 
 def sent_share(name: str, n: int) -> float:

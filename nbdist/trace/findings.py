@@ -33,6 +33,10 @@ OVERLAP = 0.2
 # Collectives of activations, which the next operator needs, cannot go on under others.
 _NEEDED_AT_ONCE = re.compile(r"\b(tp|pp|cp)\b")
 _GRADIENTS = frozenset({"all-reduce", "reduce-scatter"})
+# As many more tokens than its own as the lint uneven-experts tells of.
+UNEVEN = 1.5
+_EXPERTS = re.compile(r"\bep\b")
+_EXCHANGE = re.compile("all-to-all")
 _TO_HOST = re.compile(r"Memcpy DtoH")
 _CASTS = re.compile(r"aten::_to_copy$|.*(?<!mem)copy_kernel", re.IGNORECASE)
 _SPOTS = 3
@@ -150,6 +154,38 @@ def much_communication(context: TraceContext) -> RuleHit | None:
         share=context.part(spent_ns),
         spots=_spots(context, chosen),
     )
+
+
+def expert_exchange(context: TraceContext) -> RuleHit | None:
+    """Tokens are on their way to experts on other ranks, and nothing is computed."""
+    chosen = _select(context, (COMMUNICATION,), _EXCHANGE)
+    exposed_ns = intervals.length(
+        intervals.difference(_union(context, chosen), context.spans.compute)
+    )
+    share = context.part(exposed_ns)
+    if not _EXPERTS.search(context.trace.strategy) or share <= TENTH:
+        return None
+    return RuleHit(
+        f"sending tokens to experts and back (all-to-all) takes {share:.0%} of a {context.per} on "
+        f"rank {context.breakdown.rank} beside compute{_busiest(context.trace)}",
+        share=share,
+        spots=_spots(context, chosen),
+    )
+
+
+def _busiest(trace: Trace) -> str:
+    """Which rank gets many more tokens than another one; "" where none does.
+
+    A rank's messages are as large as what it sends or gets, and all send as many tokens.
+    """
+    sizes = {}
+    for rank in trace.ranks:
+        names = np.array([bool(_EXCHANGE.match(name)) for name in rank.names], bool)
+        sent = (rank.events.kind == COMMUNICATION) & names[rank.events.name]
+        sizes[rank.rank] = int(rank.events.size_bytes[sent].sum())
+    busiest = max(sizes, key=lambda rank: sizes[rank])
+    times = sizes[busiest] / max(1, min(sizes.values()))
+    return f"; rank {busiest} gets {times:.1f} times as many as it sends" if times >= UNEVEN else ""
 
 
 def small_kernels(context: TraceContext) -> RuleHit | None:
@@ -293,6 +329,14 @@ RULES = (
         "a rank computes nothing while it waits for the data of others",
         "more work per byte: a larger batch per rank, gradients accumulated over several batches "
         "(accelerator.accumulate), or fewer ranks for a model this small",
+    ),
+    Rule(
+        "expert exchange",
+        expert_exchange,
+        "each layer needs its tokens back before the next one begins, so nothing hides it; a rank "
+        "whose experts get more tokens keeps the others waiting",
+        "share the experts over fewer ranks (--ep), of one host, or give a rank more tokens; where "
+        "tokens go to one rank, train the router with its auxiliary loss",
     ),
     Rule(
         "buckets that do not overlap",

@@ -174,6 +174,7 @@ def _events(
     depth = np.zeros(len(raw), np.int16)
     size_bytes = np.zeros(len(raw), np.int64)
     group = np.full(len(raw), -1, np.int32)
+    is_issued = _of_heads(raw, lambda head: trace_names.ISSUED.match(head.name) is not None)
     for number in np.unique(lane):
         on = np.flatnonzero(lane == number)
         # Of those that began before it (the longer first), those that have not ended enclose it.
@@ -181,7 +182,7 @@ def _events(
             np.sort(np.maximum(end_ns[on], start_ns[on] + 1)), start_ns[on], side="right"
         )
         depth[on] = np.maximum(np.arange(len(on)) - ended, 0)
-        kind[on] = _inherit_kinds(start_ns[on], end_ns[on], kind[on])
+        kind[on] = _inherit_kinds(start_ns[on], end_ns[on], kind[on], is_issued[on])
     for place, meaning in _meanings(raw, kind, lane, groups).items():
         name[place] = names.setdefault(meaning.name, len(names))
         size_bytes[place], group[place] = meaning.size_bytes, meaning.group
@@ -189,9 +190,20 @@ def _events(
     return events, tuple(names)
 
 
-def _inherit_kinds(start_ns: Integers, end_ns: Integers, kind: npt.NDArray[np.int8]) -> Any:
-    """Operators inside a DataLoader's iteration fetch data; inside Gloo's calls they are Gloo's."""
+def _inherit_kinds(
+    start_ns: Integers,
+    end_ns: Integers,
+    kind: npt.NDArray[np.int8],
+    is_issued: npt.NDArray[np.bool_],
+) -> Any:
+    """Operators inside a DataLoader's iteration fetch data; inside Gloo's calls they are Gloo's.
+
+    One in which a collective is issued, as of an autograd.Function, waits for it: what computes
+    are the operators inside.
+    """
     changed = kind.copy()
+    issued = np.searchsorted(start_ns[is_issued], [start_ns, end_ns])
+    changed[(issued[1] > issued[0]) & (kind == COMPUTE)] = HOST
     for outer, becomes in ((DATA, DATA), (COMMUNICATION, HOST)):
         around = np.flatnonzero(kind == outer)
         if not len(around):

@@ -212,6 +212,22 @@ def test_every_collective_sends_what_a_ring_does() -> None:
     assert sent_share("something else", 4) == 0.0
 
 
+def test_many_sizes_of_a_collective_are_one_row() -> None:
+    """Of tokens on their way to experts, with their mean; few sizes are told apart."""
+
+    def rows(n_sizes: int) -> list[tuple[int, float, float]]:
+        did = [
+            Did(COMMUNICATION, at, at + 1, "all-to-all", 1, 100 * (1 + at % n_sizes))
+            for at in range(2 * n_sizes)
+        ]
+        result = breakdown(trace(rank_trace(0, did), rank_trace(1, did)))
+        return [(row.size_bytes, row.count, row.sent_bytes) for row in result.traffic]
+
+    # A rank of two sends a quarter of what all have.
+    assert rows(2) == [(200, 2.0, 100.0), (100, 2.0, 50.0)]
+    assert rows(9) == [(500, 18.0, 2250.0)]
+
+
 def test_a_recording_without_steps_is_told_whole() -> None:
     """From the first event's start to the last one's end, and a note says so."""
     result = breakdown(trace(rank_trace(0, [Did(COMPUTE, 2, 4), Did(COMPUTE, 5, 7)])))

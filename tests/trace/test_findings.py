@@ -95,6 +95,18 @@ def small_kernels(length_us: float, pause_us: float) -> Trace:
     return gpu((busy(at, at + length_us / 1000) for at in starts), 200 * period)
 
 
+_EP = "ddp x ep, dp 2 (experts over ep 2)"
+
+
+def exchange(length: float, strategy: str = _EP, most: int = 128) -> Trace:
+    """Tokens travel for so long, `most` bytes of two times 64 to rank 1; the rest computes."""
+    ranks = []
+    for rank, size in ((0, 64), (1, most)):
+        tokens = Did(COMMUNICATION, 100 - length, 100, "all-to-all", 1, size)
+        ranks.append(rank_trace(rank, [Did(COMPUTE, 0, 100 - length), tokens], (0, 100)))
+    return trace(*ranks, strategy=strategy)
+
+
 # Rule -> (a trace that has it, one that nearly has, what is found).
 _CASES = {
     "device-to-host copies": (
@@ -110,6 +122,11 @@ _CASES = {
         communication(55), communication(45),
         ("collectives that compute does not overlap, mostly all-reduce, take 55% of a step on "
         "rank 0"),
+    ),
+    "expert exchange": (
+        exchange(12), exchange(8),
+        ("sending tokens to experts and back (all-to-all) takes 12% of a step on rank 0 beside "
+        "compute; rank 1 gets 2.0 times as many as it sends"),
     ),
     "one late rank": (
         late(6, 6, 6), late(4, 4, 4),
@@ -219,6 +236,14 @@ def test_collectives_under_the_backward_are_fine() -> None:
     did = [Did(COMPUTE, 0, 100, _BACKWARD), Did(COMMUNICATION, 60, 95, "all-reduce", 1, 8)]
 
     assert findings_by_rule(both(did)) == {}
+
+
+def test_an_exchange_is_of_experts_under_ep_alone() -> None:
+    """Not ulysses' all-to-all; where tokens go evenly no rank is named."""
+    even = findings_by_rule(exchange(30, most=80))["expert exchange"]
+
+    assert even.found.endswith("takes 30% of a step on rank 0 beside compute")
+    assert "expert exchange" not in findings_by_rule(exchange(30, "ulysses, cp 2"))
 
 
 def test_what_an_optimizer_copies_is_not_the_users() -> None:

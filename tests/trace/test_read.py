@@ -365,6 +365,23 @@ def test_what_a_dataloader_does_is_data(tmp_path: Path) -> None:
     assert events.kind.tolist() == [DATA, DATA, MARK, COMPUTE]
 
 
+def test_what_issues_a_collective_waits_for_it(tmp_path: Path) -> None:
+    """An autograd.Function's time is no compute but for the operators in it."""
+    whole = {
+        "traceEvents": [
+            event("cpu_op", "_AllToAll", 1, 0, 100),
+            event("cpu_op", "aten::empty", 1, 1, 4),
+            event("cpu_op", "c10d::alltoall_base_", 1, 5, 10),
+            event("cpu_op", "MyFunction", 1, 110, 120),
+        ]
+    }
+    trace = read(written(tmp_path / "rank0.json", whole)).trace
+
+    kinds = {trace.names[n]: k for n, k in zip(trace.events.name, trace.events.kind, strict=True)}
+    assert kinds["_AllToAll"] == HOST
+    assert kinds["aten::empty"] == kinds["MyFunction"] == COMPUTE
+
+
 def test_threads_of_several_groups_are_told_apart_by_the_flight_recorder(tmp_path: Path) -> None:
     """Gloo's own events tell no group; most of a thread's calls do."""
     base = 1_000_000_000
