@@ -144,3 +144,40 @@ def test_each_works_or_says_what_to_do(kernel: Kernel, names: list[str]) -> None
 
     columns = [("ddp", "fsdp", "tp", "pp").index(typed) for typed in names]
     assert outcomes == {name: [row[n] for n in columns] for name, row in _TABLE.items()}
+
+
+_LAMB = """%%distributed
+class Lamb(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad * (p.norm().item() / (p.grad.norm().item() + 1e-6)), alpha=0.01)
+
+net = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+model, optimizer = accelerator.prepare(net, Lamb(net.parameters()))
+"""
+_STEP = """%%distributed
+accelerator.backward(model(torch.randn(6, 12)).square().mean())
+optimizer.step()
+"""
+_ADAFACTOR = "%%distributed\naccelerator.prepare(torch.optim.Adafactor(model.parameters()));"
+
+
+def test_an_optimizer_that_takes_parts_for_the_whole_is_told_in_its_cell(kernel: Kernel) -> None:
+    """Once, as one line of all ranks; torch's that cannot work is one error."""
+    for code in ("%dist_strategy fsdp", _LAMB):
+        assert kernel.run(code).status == "ok"
+    first, second = kernel.run(_STEP), kernel.run(_STEP)
+    refused = kernel.run(_ADAFACTOR)
+    kernel.run("%dist_strategy ddp")
+
+    assert first.status == "ok", first.visible
+    lines = re.findall(
+        r"\[0-1\] Lamb does not step under fsdp as in one .* is off by", first.visible
+    )
+    assert len(lines) == 1, first.visible
+    assert "does not step" not in second.visible
+    sentence = "ranks 0-1 raised OptionError: Adafactor takes norms of rows, .* and fsdp makes"
+    refused.check_failure("DistributedError", sentence)

@@ -17,6 +17,7 @@ from nbdist.parallel.optimizers import first_step, rules
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose
 from nbdist.strategy.tensor_layout import TensorLayout
+from nbdist.switch.rank import switch as switching
 from nbdist.switch.rank.switch import switch
 from tests.programs import optimizers
 from tests.programs.experts import Experts
@@ -165,6 +166,26 @@ def test_what_cannot_be_copied_is_told() -> None:
 
 
 @on_ranks(2)
+def test_a_rank_that_steps_no_sample_is_no_error() -> None:
+    """Of few samples, matrices first; a sum over all parameters needs those of two ranks."""
+    first_step._MOST_SAMPLES = 1
+    for strategy in ("zero1", "pp"):
+        off, said = run(optimizers.ByTotal, strategy)
+        assert off > 0.1
+        assert said == "", said
+    told(optimizers.LambOfNumbers, "tp", 1e-3)
+
+
+@on_ranks(2)
+def test_what_is_too_large_is_named() -> None:
+    """Nothing is left out without a word."""
+    first_step._MOST_ELEMENTS = 500
+    _, said = run(optimizers.Lamb, "ep")
+    assert "(blocks.0.mlp.experts.up" in said.replace("process's: ", "(")
+    assert said.count("would take too much memory") == 1
+
+
+@on_ranks(2)
 def test_an_optimizer_is_compared_once_under_each_strategy() -> None:
     """After a switch again, with the state that it has by then; its steps stay its own."""
     registry.set_choice(choose("ddp", {}, n))
@@ -207,7 +228,10 @@ def test_what_cannot_be_right_is_refused_by_prepare_and_by_a_switch() -> None:
     registry.set_choice(choose("ddp", {}, n))
     accelerator, net = Accelerator(), make()
     held = accelerator.prepare(net, O.LBFGS(trained(net)))
+    asked = switching.refusal(choose("pp", {}, n))
     sentence = refusal(lambda: switch(choose("pp", {}, n)))
+    assert asked == sentence
+    assert switching.refusal(choose("fsdp", {}, n)) == ""
     assert sentence.startswith("LBFGS looks at all gradients together, and pp gives a rank the")
     assert registry.current().name == "ddp"
     del held

@@ -20,7 +20,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError
 from nbdist.parallel import build, registry
-from nbdist.parallel.consensus import all_gather_object
+from nbdist.parallel.consensus import all_gather_object, one_line
 from nbdist.parallel.optimizers import rules
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
@@ -38,19 +38,34 @@ from nbdist.strategy.choice import Strategy, label
 from nbdist.strategy.tensor_layout import local_shape
 
 # Of a change. Sums in another order make 1e-6 of it, an 8-bit optimizer's blocks that begin
-# elsewhere 7e-4, a norm of parts percents (measured).
-_RELATIVE = 1e-3
+# elsewhere 7e-4, a norm of parts mostly percents (measured).
+_RELATIVE = 1e-4
 # Of what parts alone would make: all of it where a part is taken for the whole; 0.05 where Muon's
 # bf16 rounds partial sums.
 _OF_APART = 0.25
 # Of smaller ones a rank may have all that counts.
 _LEAST_ELEMENTS = 64
+# Half a dozen copies of a sample are on each rank at once: 400 MB of fp32.
+_MOST_ELEMENTS = 1 << 24
 _MOST_SAMPLES = 6
 
 _PLAIN = (
     int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type,
     types.FunctionType, types.BuiltinFunctionType,
 )  # fmt: skip
+
+
+class _Kind(NamedTuple):
+    """Equal for parameters that lie alike, are stepped on the same ranks and have as many dims."""
+
+    n_dims: int
+    splits: tuple[int | None, ...]
+    stages: frozenset[int] | None
+    ranks: frozenset[int] | None
+
+
+# Key -> (model, first name in it, what is in the optimizer's groups).
+_Names = Mapping[str, tuple[Prepared, str, torch.Tensor]]
 
 # Under which strategy each was compared.
 _compared: weakref.WeakKeyDictionary[Optimizer, Strategy] = weakref.WeakKeyDictionary()
@@ -115,69 +130,88 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     choice = registry.current()
     if torch.compiler.is_compiling() or _compared.get(optimizer) == choice:
         return
+    names = registry.names_in(optimizer)
+    keys = _chosen(names)
+    if not keys:
+        return  # nothing has a gradient
     _compared[optimizer] = choice
-    if sentence := _compare(optimizer):
+    small = [key for key in keys if math.prod(_shape(*names[key])) <= _MOST_ELEMENTS]
+    sentences = [_compare(optimizer, _samples({key: names[key] for key in small}))]
+    if large := [key for key in keys if key not in small]:
+        sentences.append(_not_compared(optimizer, f"{', '.join(large)} would take too much memory"))
+    for sentence in filter(None, sentences):
         print(sentence, file=sys.stderr)  # noqa: T201  # into the cell's output
 
 
-def _compare(optimizer: Optimizer) -> str:
+def _compare(optimizer: Optimizer, samples: Sequence[_Sample]) -> str:
     """What there is to say of an optimizer; "" where its step is one process's. Collective."""
-    samples = _samples(optimizer)
-    title, strategy = type(optimizer).__name__, label(registry.current())
     offsets: list[_Offset] = []
     reason = ""
     try:
         with same_random():
             offsets = _offsets(optimizer, samples)
-    except NbdistError as error:
-        reason = str(error)
     except Exception as error:  # noqa: BLE001  # of the user's code, and told
-        reason = f"{type(error).__name__}: {error}"
+        reason = one_line(error)
     by_rank = all_gather_object((offsets, reason))
     if reason := next((theirs for _, theirs in by_rank if theirs), ""):
-        return (
-            f"{title}'s step under {strategy} could not be compared with one process's: {reason}. "
-            "If it looks at norms or whole matrices, compare the losses of some steps with ddp's."
-        )
+        return _not_compared(optimizer, reason)
     wrong = [offset for theirs, _ in by_rank for offset in theirs if offset.is_wrong]
     if not wrong:
         return ""
     worst = max(wrong, key=lambda offset: offset.off / max(offset.change, offset.rounding))
+    strategy = label(registry.current())
     return (
-        f"{title} does not step under {strategy} as in one process: {worst.name} is off by "
-        f"{worst.off:.1e}, where a step changes it by {worst.change:.1e}. It takes what is on this "
-        "rank for the whole: under fsdp, tp and ep by .to_local(), or by .item() of a norm (write "
-        ".full_tensor().item(), on all ranks); under zero1 and pp in sums over all parameters. "
+        f"{type(optimizer).__name__} does not step under {strategy} as in one process: "
+        f"{worst.name} is off by {worst.off:.1e}, where a step changes it by {worst.change:.1e}. "
+        "It takes what is on this rank for the whole: under fsdp, tp and ep by .to_local(), or by "
+        ".item() of a norm (write .full_tensor().item(), on all ranks); under zero1 and pp in sums "
+        "over all parameters. "
         "Or use ddp, or an optimizer that treats each element by itself (AdamW, SGD)."
     )
 
 
-def _samples(optimizer: Optimizer) -> list[_Sample]:
-    """Of each kind the smallest parameter that has a gradient, whole. Collective: every rank."""
-    names = registry.names_in(optimizer)
-    here = {key: parameter for key, (*_, parameter) in names.items()}
-    states = all_gather_object({k: None if p.is_meta else p.grad is None for k, p in here.items()})
-    ranks_of = {key: {theirs[key] for theirs in states} - {None} for key in names}
-    keys = [key for key, is_missing in ranks_of.items() if is_missing == {False}]
-    kinds: dict[object, str] = {}
-    for key in sorted(keys, key=lambda key: _order(*names[key][:2])):
-        kinds.setdefault(_kind(*names[key][:2]), key)
-    keys = list(kinds.values())[:_MOST_SAMPLES]
-    held = [key for key in keys if not here[key].is_meta]
-    parts = {key: local_as(here[key].grad, here[key]) for key in held}  # type: ignore[arg-type]
-    chosen = {key: names[key] for key in keys}
-    gradients = _whole(chosen, parts)
-    values = _whole(chosen, {key: local_of(here[key]) for key in held})
+def _not_compared(optimizer: Optimizer, reason: str) -> str:
+    title, strategy = type(optimizer).__name__, label(registry.current())
+    return (
+        f"{title}'s step under {strategy} could not be compared with one process's: {reason}. "
+        "If it looks at norms or whole matrices, compare the losses of some steps with ddp's."
+    )
+
+
+def _chosen(names: _Names) -> list[str]:
+    """Of each kind the smallest parameter that has a gradient: matrices that are split first.
+
+    Collective: every rank.
+    """
+    grads = {key: None if p.is_meta else p.grad is not None for key, (*_, p) in names.items()}
+    by_rank = all_gather_object(grads)
+    common = [key for key in names if {theirs.get(key) for theirs in by_rank} - {None} == {True}]
+    kinds: dict[_Kind, str] = {}
+    for key in sorted(common, key=lambda key: _order(*names[key])):
+        kinds.setdefault(_kind(*names[key]), key)
+    return [kinds[kind] for kind in sorted(kinds, key=_importance)][:_MOST_SAMPLES]
+
+
+def _samples(names: _Names) -> list[_Sample]:
+    """Parameters that have a gradient, whole. Collective: every rank."""
+    held = {key: p for key, (*_, p) in names.items() if not p.is_meta}
+    parts = {key: local_as(p.grad, p) for key, p in held.items() if p.grad is not None}
+    gradients = _whole(names, parts)
+    values = _whole(names, {key: local_of(p) for key, p in held.items()})
     return [
         _Sample(
-            key, model, name, here[key], parts.get(key) if _is_stepped(model, name) else None,
+            key, model, name, here, parts.get(key) if _is_stepped(model, name) else None,
             values[key], gradients[key],
         )
-        for key, (model, name, _) in chosen.items()
+        for key, (model, name, here) in names.items()
     ]  # fmt: skip
 
 
-def _order(model: Prepared, name: str) -> tuple[bool, int]:
+def _shape(model: Prepared, name: str, _here: torch.Tensor) -> tuple[int, ...]:
+    return model.layouts[name].shape
+
+
+def _order(model: Prepared, name: str, _here: torch.Tensor) -> tuple[bool, int]:
     """Small ones first; at the end those that are tiny, or of which a rank has an empty part."""
     layout, degrees = model.layouts[name], model.degrees
     shapes = [local_shape(layout, degrees, rank) for rank in range(degrees.product)]
@@ -185,11 +219,14 @@ def _order(model: Prepared, name: str) -> tuple[bool, int]:
     return size < _LEAST_ELEMENTS or not least, size
 
 
-def _kind(model: Prepared, name: str) -> object:
-    """Equal for parameters that lie alike, are stepped on the same ranks and have as many dims."""
+def _kind(model: Prepared, name: str, _here: torch.Tensor) -> _Kind:
     layout = registry.state_side(model.built, name).layout
     splits = layout.tp_dim, layout.shard_dim, layout.ep_dim
-    return len(layout.shape), layout.stages, layout.ranks, splits
+    return _Kind(len(layout.shape), splits, layout.stages, layout.ranks)
+
+
+def _importance(kind: _Kind) -> tuple[bool, int]:
+    return all(dim is None for dim in kind.splits), -kind.n_dims
 
 
 def _is_stepped(model: Prepared, name: str) -> bool:
@@ -197,9 +234,7 @@ def _is_stepped(model: Prepared, name: str) -> bool:
     return local_shape(side.layout, side.degrees, model.built.job.grid.rank) is not None
 
 
-def _whole(
-    names: Mapping[str, tuple[Prepared, str, torch.Tensor]], local: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _whole(names: _Names, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole tensors that lie as these parameters do, copied. Collective: every rank."""
     moves = [
         Reshard(key, parameter.dtype, model.side(name), model.whole(name))
@@ -212,6 +247,8 @@ def _whole(
 def _offsets(optimizer: Optimizer, samples: Sequence[_Sample]) -> list[_Offset]:
     """Step the copies, and look at what is stepped here."""
     stepped = [sample for sample in samples if sample.part is not None]
+    if not stepped:
+        return []
     whole = {s.key: (s.here, s.value.clone(), s.gradient) for s in samples}
     alone = _step(optimizer, whole, lambda t: t.full_tensor() if isinstance(t, DTensor) else t)
     here = apart = _step(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -110,11 +110,23 @@ def refusal(choice: Strategy) -> str:
         return _fixed(registry.current(), choice, reason)
     try:
         with same_random():
-            for model in models:
-                _plan_model(model, choice, grid)
+            planned = {id(model): _plan_model(model, choice, grid) for model in models}
+            for optimizer in registry.bound_optimizers():
+                _check_optimizer(optimizer, choice, registry.names_in(optimizer), planned)
     except OptionError as error:
         return str(error)
     return ""
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer,
+    choice: Strategy,
+    names: Mapping[str, tuple[Prepared, str, torch.Tensor]],
+    planned: Mapping[int, build.Built],
+) -> None:
+    """Refuse an optimizer that a strategy does not go with, by its models' plans (by id)."""
+    layouts = [planned[id(model)].layouts[name] for model, name, _ in names.values()]
+    rules.check(optimizer, choice, layouts)
 
 
 def _fixed(before: Strategy, choice: Strategy, reason: str) -> str:
@@ -214,8 +226,7 @@ def _bring(
     buffers: list[Reshard] = []
     local: dict[str, torch.Tensor] = {}
     for handle in handles:
-        after = [planned[id(model)].layouts[name] for model, name, _ in handle.names.values()]
-        rules.check(handle.optimizer, job.choice, after)
+        _check_optimizer(handle.optimizer, job.choice, handle.names, planned)
         old, new = {}, {}
         for key, (model, name, _) in handle.names.items():
             old[key] = registry.state_side(model.built, name)
