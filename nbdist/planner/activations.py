@@ -75,10 +75,10 @@ def block_bytes(
     if shape.latent is not None:
         attention += _latent_bytes(shape, shape.latent, x)
     outside += _routed_bytes(shape, widths, rows_each(shape, choice, load))
-    return tokens * (outside + (attention + mlp) / tp) + _scores_bytes(shape, load, widths, choice)
+    return tokens * (outside + (attention + mlp) / tp) + scores_bytes(shape, load, widths, choice)
 
 
-def _scores_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Strategy) -> float:
+def scores_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Strategy) -> float:
     """Of each pair of tokens and head; flash and efficient attention keep nothing."""
     x = widths.compute
     score = (2 * x + 1 if shape.has_dropout else x) if choice.options.sdpa == "math" else 0

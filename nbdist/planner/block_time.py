@@ -28,6 +28,9 @@ BYTES_BACKWARD = 2.0
 # Times that --sdpa math reads or writes a score: written, read and written by softmax, read; in
 # backward its gradient as well, which two products read.
 SCORE_BYTES = (4, 7)
+# And attention with sinks, in transformers' `eager_attention_forward` of gpt-oss: a product, scale,
+# mask, sinks beside it, maximum, difference, softmax, product; backward through each of them.
+SINK_SCORE_BYTES = (13, 17)
 # For each entry of the logits: cast to fp32, log-softmax and loss; their gradients, cast back.
 LOSS_BYTES = (16, 18)
 # Elementwise and sorting kernels of a router and of experts' rows in transformers; of rows that
@@ -281,7 +284,8 @@ def _attention(
     # Scores are a short sum over a head's width; of a backward's four products one is.
     scores_s, values_s = rank.product_s(rows, sequence, d), rank.product_s(rows, d, sequence)
     dropped = (2 * x + 1) * shape.has_dropout
-    ahead_s, back_s = (pairs * (each * x + dropped) / rank.bytes_per_s for each in SCORE_BYTES)
+    moved = SINK_SCORE_BYTES if shape.has_sinks else SCORE_BYTES
+    ahead_s, back_s = (pairs * (each * x + dropped) / rank.bytes_per_s for each in moved)
     return _attention_pass(scores_s + values_s + ahead_s, scores_s + 3 * values_s + back_s)
 
 

@@ -134,6 +134,7 @@ def shape_of(live: LiveModel) -> ModelShape:
         config=live.config,
         has_shape=shape is not None,
         frozen=n_frozen,
+        experts=live.experts,
     )
 
 

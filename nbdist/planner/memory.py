@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError
-from nbdist.planner.activations import activations, block_bytes, logits_bytes
+from nbdist.planner.activations import activations, block_bytes, logits_bytes, scores_bytes
 from nbdist.planner.lora import check_strategy, dequantized_bytes, held_parts, stage_scales
 from nbdist.planner.models import ModelShape
 from nbdist.planner.workload import (
@@ -151,7 +151,7 @@ def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:
     Raises:
         OptionError: With the number and what it has to divide, or what nothing can share or split.
     """
-    check_experts(model.shape.experts.count if model.shape.experts else 0, model.name, choice)
+    check_experts(model.experts, model.name, choice)
     check_strategy(model, choice)
     degrees = choice.degrees
     if degrees.pp > model.shape.layers:
@@ -229,10 +229,13 @@ def _buffers(
         if choice.options.stage == 3:
             part = min(model.parameters, _LIVE) / model.parameters
             total += part * model.whole_bytes(widths.gathered)
+    piece = replace(load, batch=load.batch // micro_batches(choice, load))
     tokens = load.batch * load.sequence / degrees.cp
     across = tokens / micro_batches(choice, load) * model.shape.hidden * widths.compute
     total += 2 * across if degrees.pp > 1 else 0.0
     total += 2 * across if degrees.tp > 1 else 0.0
+    if model.shape.has_sinks:  # two more of a block's, on the way to softmax and back
+        total += 2 * scores_bytes(model.shape, piece, widths, choice)
     if degrees.ep > 1:
         # Rows that are sent and those that arrive; gradients of a block's experts and their mean.
         rows = tokens * rows_each(model.shape, choice, load)

@@ -30,6 +30,7 @@ class ModelShape:
         has_shape: False of a live model of another kind: its number of parameters is known, and
             `shape` says nothing of it.
         frozen: So many of the parameters have no gradient.
+        experts: Of a layer; 0 without.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ModelShape:
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     has_shape: bool = True
     frozen: int = 0
+    experts: int = 0
 
     @property
     def lora(self) -> Lora | None:
@@ -258,4 +260,10 @@ def of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         )
     shape = read_config(kind, config)
     title = name or str(config.get("_name_or_path") or kind)
-    return ModelShape(title, shape.parameters, shape, config={**config, "model_type": kind})
+    return ModelShape(
+        title,
+        shape.parameters,
+        shape,
+        config={**config, "model_type": kind},
+        experts=0 if shape.experts is None else shape.experts.count,
+    )

@@ -194,8 +194,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
         progress(f"counting {label(choice)}", 0, 0, "")
         return Plan(model, device, world_size, load, (row(label(choice), choice),), assumed)
     _check_words(given, world_size)
-    experts = model.shape.experts
-    cases = _cases(world_size, device.per_host, experts.count if experts else 0)
+    cases = _cases(world_size, device.per_host, model.experts)
     rows = []
     for number, (name, case_options) in enumerate(cases):
         typed = typed_as(name, case_options)

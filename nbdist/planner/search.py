@@ -187,8 +187,7 @@ def candidates(space: Space, offloads: Iterable[str]) -> Iterator[Candidate]:
     precisions = [fixed["precision"]] if "precision" in fixed else list(space.precisions)
     checkpoints = [fixed["checkpoint"]] if "checkpoint" in fixed else list(CHECKPOINTS)
     moved = [fixed["offload"]] if "offload" in fixed else list(offloads)
-    experts = space.model.shape.experts
-    for name, settings in _cases(space.world_size, experts.count if experts else 0):
+    for name, settings in _cases(space.world_size, space.model.experts):
         if any(fixed.get(word, value) != value for word, value in settings.items()):
             continue
         for precision, checkpoint, offload in itertools.product(precisions, checkpoints, moved):

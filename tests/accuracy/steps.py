@@ -20,11 +20,12 @@ from nbdist.planner.step_time import SPEEDS, Time, time_of
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose
+from tests.accuracy.experts_on_gpu import CASES
 
 FILES = Path(__file__).with_name("published")
 VTRAIN, FOUNDRY = "vTrain", "llm-foundry"
 MEGATRON, TITAN, SIMUMAX, QLORA = "Megatron", "torchtitan", "SimuMax", "fsdp_qlora"
-AUTOMODEL, BRIDGE = "NeMo AutoModel", "Megatron Bridge"
+AUTOMODEL, BRIDGE, ONE_GPU = "NeMo AutoModel", "Megatron Bridge", "transformers on one H200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Step:
         name: Of its model.
         label: What else tells it apart.
         measured_s: Of one step of the optimizer.
+        peak_bytes: Its peak of allocated memory, where that was measured.
         group: Steps of the same model, global batch, GPUs and kind of GPU.
     """
 
@@ -48,6 +50,7 @@ class Step:
     device: Device
     measured_s: float
     group: tuple[object, ...] = ()
+    peak_bytes: int = 0
 
     def predicted(self, speeds: Speeds = SPEEDS, sustained: Mapping[str, float] = {}) -> Time:
         """Its plan's time, by other constants where they are given."""
@@ -309,6 +312,33 @@ def automodel() -> Iterator[Step]:
 def _with_flash(model: ModelShape) -> ModelShape:
     """Whose attention with sinks is a kernel that keeps no scores, as in neither transformers."""
     return replace(model, shape=replace(model.shape, has_sinks=False))
+
+
+# Name, batch, milliseconds of a step, and bytes at its peak: experts_on_gpu on one H200, torch
+# 2.11.0 with CUDA 13.0, transformers 5.17.
+_H200 = (
+    ("qwen3-30b-a3b, 4 blocks", 1, 49.72, 11110306304),
+    ("qwen3-30b-a3b, 4 blocks", 2, 84.45, 14975386112),
+    ("qwen3-30b-a3b, 4 blocks", 4, 154.25, 24632345088),
+    ("qwen3-30b-a3b, 4 blocks, 16 experts", 1, 43.48, 5909873152),
+    ("qwen3-30b-a3b, 4 blocks, 16 experts", 4, 147.73, 20373291520),
+    ("mixtral-8x7b, 2 blocks", 1, 60.54, 13372783104),
+    ("mixtral-8x7b, 2 blocks", 2, 110.39, 15521265152),
+    ("qwen1.5-moe-a2.7b, 4 blocks", 1, 44.26, 10157094912),
+    ("qwen1.5-moe-a2.7b, 4 blocks", 4, 134.31, 23032607232),
+    ("gpt-oss-20b, 2 blocks", 1, 115.38, 17740600832),
+)
+
+
+def one_gpu() -> Iterator[Step]:
+    """Experts of transformers without parallelism, all in bf16, with SGD."""
+    for name, batch, ms, peak_bytes in _H200:
+        yield Step(
+            ONE_GPU, name, f"1 h200, batch {batch}", of_config(CASES[name][0], name),
+            choose("single", {"bf16": True}, 1),
+            Workload(batch, 4096, optimizer="sgd", recipe="bf16"), DEVICES["h200"], ms / 1e3,
+            peak_bytes=peak_bytes,
+        )  # fmt: skip
 
 
 # Container, ep, backwards, tokens per second and GPU: gpt-oss-120b on 64 B200 in bf16, batch 4 of

@@ -34,7 +34,7 @@ _SINGLE = (
     ("Megatron's tables", steps.megatron), ("torchtitan", steps.torchtitan),
     ("SimuMax's B200", steps.simumax), (steps.QLORA, steps.qlora),
     ("SimuMax's B200, experts", steps.simumax_experts), (steps.AUTOMODEL, steps.automodel),
-    (steps.BRIDGE, steps.bridge),
+    (steps.BRIDGE, steps.bridge), (steps.ONE_GPU, steps.one_gpu),
 )  # fmt: skip
 
 

@@ -34,6 +34,31 @@ planned_x = torch.randn(32, 16)
 planned_number, planned_odd, planned_empty = 3, nn.Linear(3, 3 + rank), nn.Module()
 before = {n: p.clone() for n, p in planned_net.named_parameters()}
 """
+_EXPERTS = """%%distributed
+class PlannedExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 320) * 0.1)
+        self.down = nn.Parameter(torch.randn(4, 320, 16) * 0.1)
+    def forward(self, x, which, weights):
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            token, k = torch.where(which == e)
+            y = torch.relu(x[token] @ self.up[e]) @ self.down[e]
+            out = out.index_add(0, token, y * weights[token, k, None])
+        return out
+class PlannedMixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ep_plan = {"experts": "experts"}
+        self.router, self.experts, self.head = nn.Linear(16, 4), PlannedExperts(), nn.Linear(16, 10)
+    def forward(self, x):
+        weights, which = self.router(x).softmax(-1).topk(2)
+        return self.head(x + self.experts(x, which, weights))
+planned_mixture = PlannedMixture()
+planned_adam = torch.optim.AdamW(planned_mixture.parameters())
+planned_mixture, planned_adam = accelerator.prepare(planned_mixture, planned_adam)
+"""
 _MISTAKES = {
     "planned_nets": "There is no variable planned_nets on the ranks. Models there: ",
     "planned_number": "planned_number on the ranks is a int, not a model",
@@ -58,6 +83,28 @@ def row(text: str, name: str) -> list[str]:
     rows = re.search(rf"^{re.escape(name)}  .*$", text, re.MULTILINE)
     assert rows is not None, text
     return rows[0].split()
+
+
+def test_a_mixture_of_experts(ranks: Kernel) -> None:
+    """Rows for sharing its experts, whose states a step then has: half of them, and the rest.
+
+    4 x 16 x 320 x 2 numbers are in experts, 68 and 170 in router and head.
+    """
+    chosen = ranks.run("%dist_strategy ep")
+    cell = ranks.run(_EXPERTS)
+    plan = ranks.run("%dist_plan planned_mixture --inputs planned_x").plain[-1]
+    step = ranks.run("%dist_plan planned_mixture --inputs planned_x --check").plain[-1]
+    ranks.run("%%distributed\ndel planned_mixture, planned_adam")
+    back = ranks.run("%dist_strategy ddp")
+
+    assert chosen.status == cell.status == back.status == "ok", (cell.visible, back.visible)
+    assert "40,960 float32 trained in experts" in plan
+    assert row(plan, "fsdp --ep 2")
+    assert row(plan, "ep --ep 2")
+    held = round(4 * (40960 // 2 + 68 + 170) / 1e6, 3)
+    assert "a step under ddp x ep, dp 2 (experts over ep 2)" in step
+    assert checked(step)["parameters"] == checked(step)["gradients"] == (held, held), step
+    assert checked(step)["optimizer"] == pytest.approx((2 * held, 2 * held), abs=0.001)
 
 
 def test_a_model_of_a_cell(ranks: Kernel) -> None:

@@ -13,7 +13,7 @@ from nbdist.planner.block_time import Pass, Rank, Speeds, block_pass, product_st
 from nbdist.planner.collective_time import Ring, all_to_all_bytes_per_s, ring_bytes_per_s, ring_of
 from nbdist.planner.devices import DEVICES, Device
 from nbdist.planner.memory import Memory, memory_of
-from nbdist.planner.models import model_of
+from nbdist.planner.models import ModelShape, model_of
 from nbdist.planner.search import Space, candidates, search
 from nbdist.planner.step_time import Flow, Time, flows, model_flops, time_of
 from nbdist.planner.workload import Widths, Workload
@@ -250,6 +250,26 @@ def test_autocast_leaves_experts_in_fp32() -> None:
     more = autocast.forward_s - half.forward_s
     assert more > operations / 10e12 - operations / 100e12
     assert timed("ep", bf16=True).compute_s > 4 * timed("fsdp", ep=8, bf16=True).compute_s
+
+
+def test_attention_with_sinks_keeps_and_moves_its_scores() -> None:
+    """One of each pair and head kept, two more under way; 13 times moved in forward, 17 behind."""
+    sinks = model_of("gpt-oss-20b")
+    none = replace(sinks, shape=replace(sinks.shape, has_sinks=False))
+    pairs, single = 64 * 2048 * 2048, choose("single", {}, 1)
+    keys = 2 * (64 - 8) * 64 * 4  # keys and values for each head
+
+    def buffers(model: ModelShape) -> float:
+        return memory_of(model, single, LOAD).buffers
+
+    more = block_bytes(sinks.shape, LOAD, FP32, single) - block_bytes(
+        none.shape, LOAD, FP32, single
+    )
+    assert more == pairs * 4 + 2048 * keys
+    assert buffers(sinks) - buffers(none) == 2 * pairs * 4
+    rank = Rank(PLAIN, SPEEDS, "bf16", 2, rows_each=4.0)
+    both = block_pass(sinks.shape, single, BF16, 1, 2048, rank).attention_s
+    assert both == pytest.approx(6 * 2 * pairs * 64 / 100e12 + 30 * pairs * 2 / 1e12, rel=0.1)
 
 
 def test_active_parameters_are_what_counts_as_work() -> None:
