@@ -63,16 +63,17 @@ def _problems(case: Case, measurements: list[dict[str, Any]], engine: FakeEngine
     """What is off; the case is recorded in any way."""
     sent = measurements[0]["sent"]
     memories = [
-        MeasuredMemory(**{k: v for k, v in measured.items() if k not in {"sent", "rows"}})
+        MeasuredMemory(**{k: v for k, v in measured.items() if k not in {"sent", "load"}})
         for measured in measurements
     ]
     measured = largest(memories)
-    rows = measurements[memories.index(measured)]["rows"]
+    # Rows of experts on the rank that is compared, by those that it has sent; a plan has the most.
+    imbalance = max(1.0, measurements[memories.index(measured)]["load"])
     config = MODELS[case.model]
     engine._source = Source(config=config or {}, pickled=bytes.fromhex(sent))
     engine._otherwise = memory_of if config else _nothing
     choice = choose(case.name, case.given, case.n)
-    load = Workload(case.batch, case.sequence, has_gpu=False, imbalance=_imbalance(case, rows))
+    load = Workload(case.batch, case.sequence, has_gpu=False, imbalance=imbalance)
     shape = of_config(config) if config else of_count(1e6, case.model)
     formulas = memory_of(shape, choice, load).peak if config else None
     run = engine(
@@ -88,12 +89,6 @@ def _problems(case: Case, measurements: list[dict[str, Any]], engine: FakeEngine
     if result.run is not None and not _is_close(case, run, measured):
         off.append(f"{case}: {run}, measured {measured}")
     return off
-
-
-def _imbalance(case: Case, rows: float) -> float:
-    """Rows of experts on the rank that is compared, by their mean; 1 where that got fewer."""
-    chosen = (MODELS[case.model] or {}).get("num_experts_per_tok", 0)
-    return max(1.0, rows / (case.batch * case.sequence * chosen)) if rows else 1.0
 
 
 def _is_close(case: Case, run: Memory, measured: MeasuredMemory) -> bool:

@@ -9,7 +9,8 @@ from nbdist.strategy.choose import choose
 from nbdist.planner.rank import describe_model, measure_step as measured
 from nbdist.planner.fake import pickle_by_value
 from nbdist.planner.fake.models import PickledModel
-from nbdist.parallel import events, prepare, registry
+from nbdist.parallel import prepare, registry
+from nbdist.parallel.ep import tokens as routed
 
 class Mlp(nn.Module):
     def __init__(self, width=256, depth=4):
@@ -64,8 +65,6 @@ def made(case):
         return Cnn(), (torch.randn(case["batch"], 3, 32, 32),), {}
     return vit(), (), {"pixel_values": torch.randn(case["batch"], 3, 64, 64)}
 
-rows = []
-events.on_experts.append(lambda module, loads: rows.append(sum(loads)))
 found = []
 for case in json.loads(os.environ["CASES"]):
     try:
@@ -73,13 +72,13 @@ for case in json.loads(os.environ["CASES"]):
         registry.set_choice(choose(case["name"], case["given"], n))
         pickled = pickle_by_value.dumps(PickledModel(model, args, kwargs))
         sent = "" if case["config"] else pickled.hex()
-        rows.clear()
+        routed.forget()
         outer = prepare.prepare_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         prepare.bind(optimizer)
         one = measured.measure_step(measured.StepSubject(outer, model, optimizer, args, kwargs))
-        mean = sum(rows) / max(1, len(rows))
-        found.append({"sent": sent, "rows": mean, **{k: getattr(one, k) for k in one.__slots__}})
+        seen = {k: getattr(one, k) for k in one.__slots__}
+        found.append({"sent": sent, "load": routed.load() or 1.0, **seen})
         del outer, model, optimizer, one
     except Exception as error:
         import traceback
