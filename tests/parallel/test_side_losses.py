@@ -11,7 +11,7 @@ from tests.parallel.test_ep import mixtral, steady
 from tests.programs import parity
 from tests.programs.experts import Experts
 from tests.programs.parity import FP32, WIDTH, batch, close, compare, make, put, train
-from tests.programs.rank import everyone, n, refusal
+from tests.programs.rank import everyone, n, rank, refusal
 from tests.support.torch_ranks import on_ranks
 
 EXPERTS = 8
@@ -117,6 +117,8 @@ def test_a_loss_for_balance_is_the_mean_of_those_of_shares() -> None:
     shared = {"dp_replicate": n, "ep": n}
     settings: dict[str, Any] = {"loss_of": of_shares, "optimizer": steady, "accumulate": 2}
     close({"ep": compare("ep", shared, build=balanced, steps=1, **settings)})
+    settings["accumulate"] = 1
+    close({"tp": compare("tp", build=balanced, steps=1, **settings)})
     model, tokens = balanced(), batch(0)
     whole = model(input_ids=tokens, labels=tokens, output_router_logits=True).loss.item()
     assert of_shares(model, 0, lambda tokens: tokens).item() > whole + 1e-3
@@ -149,10 +151,11 @@ def test_what_other_stages_keep_is_refused_by_name() -> None:
     first, last = everyone(refusal(lambda: outer(tokens, tokens)))
     assert "stage 1, on rank 1, failed" in first
     assert "forward uses layers.0.aux, layers.1.aux, which blocks keep" in last
-    built, alone = put(make(LM), "pp"), make(LM)
     plain = lambda model, step, cut: model(cut(batch(step)), cut(batch(step)).roll(1, 1))  # noqa: E731
-    assert max(train(built, alone, plain, steady)[:3]) < FP32
-    assert isinstance(built.job.base.layers[-1].aux, float | torch.Tensor)
+    for schedule in ("1f1b", "interleaved"):
+        built = put(make(LM), "pp", schedule=schedule)
+        assert max(train(built, make(LM), plain, steady)[:3]) < FP32
+        assert isinstance(built.job.base.layers[3 * rank].aux, torch.Tensor)
 
 
 @on_ranks(2)
