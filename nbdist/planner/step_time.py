@@ -33,7 +33,7 @@ from nbdist.planner.workload import (
 )
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, steps_of
-from nbdist.strategy.table import SentBytes
+from nbdist.strategy.table import HELD, SentBytes
 
 # footprint's collective -> what is measured of it.
 _MEASURED = {
@@ -128,51 +128,60 @@ def samples(choice: Strategy, load: Workload) -> int:
 def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ...]:
     """What a rank sends in a step of the optimizer, with activations."""
     widths = widths_for(model, choice, load)
-    again = choice.options.accumulate
     tokens = load.batch * load.sequence
     shape, x = model.shape, widths.compute
+    rows = rows_each(shape, choice, load)
     sizes = {
         "activations": tokens * shape.hidden * x,
         "boundary": tokens * shape.hidden * x,
         "keys-values": 2 * tokens * shape.kv_heads * shape.head_size * x,
         # Of all ranks that share experts, as if each got as many rows as the one with most.
-        "tokens": choice.degrees.ep
-        * tokens
-        * rows_each(shape, choice, load)
-        * shape.hidden
-        * widths.residual,
+        "tokens": tokens * choice.degrees.ep * rows * shape.hidden * widths.residual,
     }
-    # Buckets and units decide how many messages there are of the model: about one for a block.
-    layers = math.ceil(shape.layers / choice.degrees.pp)
     result = []
     for sent in _sent_of(choice, load):
-        if sent.what in {"parameters", "gradients"}:
+        if sent.what in HELD:
             whole = _model_bytes(model, choice, sent, widths)
-            # Gradients wait for the last backward. What is gathered is gathered in each, but for
-            # DeepSpeed below stage 3: there it is by the optimizer's step alone.
-            in_each = choice.name != "deepspeed" or choice.options.stage == 3
-            times = float(again if sent.call == "all-gather" and in_each else 1)
-            if sent.call == "all-gather" and choice.degrees.pp > 1 and sent.times > 1:
-                # Every forward leaves a pipeline's blocks split, no backward but the last does.
-                times *= (micro_batches(choice, load) + 1) / sent.times
-            count = times * sent.times * layers
+            times = _times_of_model(choice, load, sent)
+            # Buckets and units decide how many messages there are: about one for a block.
+            count = times * sent.times * math.ceil(shape.layers / choice.degrees.pp)
         else:
-            # In a forward and backward: between stages once, else in each block.
-            times = 1.0
-            if sent.what != "boundary":
-                blocks = shape.routed_blocks if sent.what == "tokens" else layers
-                times = blocks + _again_calls(choice, blocks, sent) * _FORWARD[sent.call]
-            times *= again
-            if sent.what == "boundary" and choice.options.schedule == "interleaved" and layers > 1:
-                times *= CHUNKS
+            whole, times = sizes[sent.what], _times_of_blocks(shape, choice, sent)
             count = times * sent.times * micro_batches(choice, load)
             count *= _WITH_ROWS if sent.what == "tokens" else 1
-            whole = sizes[sent.what]
             if sent.call == "send" and is_megatron(choice, load):
                 whole /= choice.degrees.tp
         wire = times * footprint.wire_bytes(choice, sent, whole)
         result.append(Flow(sent, wire, max(1, round(count))))
     return tuple(result)
+
+
+def _times_of_model(choice: Strategy, load: Workload, sent: SentBytes) -> float:
+    """How often what is about the model is sent in a step, besides its own `times`.
+
+    Gradients wait for the last backward, but for those of experts beside DDP, which nbdist averages
+    in each, and Megatron in the last. What is gathered is gathered in each, but for DeepSpeed below
+    stage 3: there it is by the optimizer's step alone.
+    """
+    in_each = choice.name != "deepspeed" or choice.options.stage == 3
+    is_alone = sent.call == "all-reduce" and sent.axes == ("edp",) and not is_megatron(choice, load)
+    is_gathered = sent.call == "all-gather" and in_each
+    times = float(choice.options.accumulate if is_gathered or is_alone else 1)
+    if sent.call == "all-gather" and choice.degrees.pp > 1 and sent.times > 1:
+        # Every forward leaves a pipeline's blocks split, no backward but the last does.
+        times *= (micro_batches(choice, load) + 1) / sent.times
+    return times
+
+
+def _times_of_blocks(shape: Transformer, choice: Strategy, sent: SentBytes) -> float:
+    """The same of activations: between stages once in each backward, else in each block."""
+    layers, times = math.ceil(shape.layers / choice.degrees.pp), 1.0
+    if sent.what != "boundary":
+        blocks = shape.routed_blocks if sent.what == "tokens" else layers
+        times = blocks + _again_calls(choice, blocks, sent) * _FORWARD[sent.call]
+    if sent.what == "boundary" and choice.options.schedule == "interleaved" and layers > 1:
+        times *= CHUNKS
+    return times * choice.options.accumulate
 
 
 def _sent_bytes(model: ModelShape, choice: Strategy, sent: SentBytes, widths: Widths) -> float:
@@ -208,11 +217,7 @@ def _sent_of(choice: Strategy, load: Workload) -> Iterator[SentBytes]:
     """
     for sent in footprint.sent_of(choice):
         yield sent
-        if (
-            sent.what in {"parameters", "gradients"}
-            and choice.degrees.edp > 1
-            and (choice.degrees.ep > 1)
-        ):
+        if choice.degrees.ep > 1 and choice.degrees.edp > 1 and sent.what in HELD:
             yield replace(sent, axes=("edp",))
         if sent.call == "send" and choice.degrees.tp > 1 and is_megatron(choice, load):
             yield replace(sent, call="all-gather", axes=("tp",))
@@ -234,10 +239,8 @@ def model_flops(model: ModelShape, choice: Strategy, load: Workload) -> float:
     adapters: 2 are those of its gradient. Of experts only those that a token is sent to count.
     """
     shape = model.shape
-    width, idle = (
-        shape.heads * (shape.head_size + shape.value_size),
-        (shape.parameters - shape.active_parameters),
-    )
+    width = shape.heads * (shape.head_size + shape.value_size)
+    idle = shape.parameters - shape.active_parameters
     each = (
         flops_each(model, model.parameters - idle, model.trained - idle)
         + 6 * shape.layers * width * load.sequence
@@ -269,9 +272,8 @@ def time_of(
     if not device.flops(precision) or not device.bandwidth:
         return None
     width = 4 if precision == "fp32" else 2
-    rank = Rank(device, speeds, precision, width, is_megatron(choice, load))
-    if model.shape.experts is not None:
-        rank = replace(rank, rows_each=rows_each(model.shape, choice, load))
+    rows = rows_each(model.shape, choice, load)
+    rank = Rank(device, speeds, precision, width, is_megatron(choice, load), rows)
     sums = {
         (flow.sent.what, flow.sent.call, flow.sent.axes): _flow_s(flow, choice, rank, measured)
         for flow in flows(model, choice, load)

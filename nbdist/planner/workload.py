@@ -105,14 +105,14 @@ def recipe_for(choice: Strategy, load: Workload) -> Recipe:
 
 
 def is_megatron(choice: Strategy, load: Workload) -> bool:
-    """Whether this is Megatron's training: tp or pp with `--recipe mixed`, and dp as copies.
+    """Whether this is Megatron's training: tp, pp or ep with `--recipe mixed`, and dp as copies.
 
     nbdist stores nothing so. Megatron computes the loss of each tp rank's part of the vocabulary
     (https://arxiv.org/abs/1909.08053, section 3), adds bias, dropout and residual in one kernel
     (https://arxiv.org/abs/2104.04473, section 4.2), and sends each tp rank's part of what goes
     between stages, gathered in the host (section 4.1); so does DeepSpeed's pipeline.
     """
-    is_split = choice.name in {"tp", "pp"} and choice.degrees.dp_shard == 1
+    is_split = choice.name in {"tp", "pp", "ep"} and choice.degrees.dp_shard == 1
     return is_split and load.recipe == "mixed"
 
 

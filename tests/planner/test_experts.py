@@ -167,6 +167,11 @@ def test_gradients_of_experts_go_to_those_that_have_the_same() -> None:
     assert both[experts].wire_bytes == pytest.approx(2 * 3 / 4 * 4 * EXPERTS / 2)
     assert alone[rest].wire_bytes == both[rest].wire_bytes
     assert experts not in alone
+    again = sent("ep", ep=2, accumulate=3)  # in each backward; Megatron in the last one
+    assert again[experts].wire_bytes == pytest.approx(3 * both[experts].wire_bytes)
+    assert again[rest].wire_bytes == both[rest].wire_bytes
+    mixed = sent("ep", ep=2, accumulate=3, bf16=True, load=replace(LOAD, recipe="mixed"))
+    assert mixed[experts].wire_bytes == pytest.approx(both[experts].wire_bytes / 2)
     sharded = sent("fsdp", ep=2)
     assert sharded["parameters", "all-gather", ("edp",)].wire_bytes == pytest.approx(
         2 * 3 / 4 * 4 * EXPERTS / 2
