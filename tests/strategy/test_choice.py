@@ -314,7 +314,7 @@ def test_docs_have_a_line_for_each_option(row: OptionRow) -> None:
 
 def test_docs_have_no_section_of_a_strategy_that_does_not_exist() -> None:
     """The sections are the rows, in their order, between others of their own."""
-    after = ["Products", "Switching", "Code over all parameters", "Comparing"]
+    after = ["Products", "Switching", "Code over all parameters", "Optimizers", "Comparing"]
     assert list(sections()) == ["Typing one", "Options", *ROWS, *after]
 
 
