@@ -6,6 +6,7 @@ docs/plan.md has the model in words, with the source of each constant.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +22,7 @@ from nbdist.planner.collective_time import (
 from nbdist.planner.devices import Device
 from nbdist.planner.models import ModelShape
 from nbdist.planner.pipeline_time import makespan_s
-from nbdist.planner.shape.transformer import Transformer, stages_of
+from nbdist.planner.shape.transformer import Transformer, linears, stages_of
 from nbdist.planner.workload import (
     Widths,
     Workload,
@@ -49,6 +50,8 @@ _MEASURED = {
 _FORWARD = {"all-reduce": 1 / 2, "ring": 1 / 3, "all-to-all": 1 / 2}
 # Messages for each exchange of rows: how many there are, where each belongs and its weight.
 _WITH_ROWS = 2
+# torch.optim.Muon: Newton-Schulz steps, and bytes of a number in them (bf16).
+_NEWTON_SCHULZ, _MUON_WIDTH = 5, 2
 SPEEDS = Speeds()
 
 
@@ -153,7 +156,32 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
                 whole /= choice.degrees.tp
         wire = times * footprint.wire_bytes(choice, sent, whole)
         result.append(Flow(sent, wire, max(1, round(count))))
-    return tuple(result)
+    return (*result, *_muon_flows(shape, choice, load))
+
+
+def _muon_flows(shape: Transformer, choice: Strategy, load: Workload) -> Iterator[Flow]:
+    """What Muon's products send of blocks' matrices, of which FSDP2 has given each rank some rows.
+
+    Three products a step, X X^T, its square, and that times X, as torch 2.13 sends for DTensors
+    (docs/strategies.md#optimizers). Under tp too it was not measured, and is not counted.
+    """
+    is_split = "fsdp" in steps_of(choice) and choice.degrees.dp_shard > 1
+    if load.optimizer != "muon" or not is_split or choice.degrees.tp > 1:
+        return
+    numbers, messages = Counter[str](), Counter[str]()
+    for count, kind in shape.kinds:
+        for layer in linears(kind):
+            least = min(layer.outputs, layer.inputs) ** 2
+            if layer.outputs > layer.inputs:
+                call, each, calls = "all-reduce", 2 * least, 2
+            else:
+                call, each, calls = "all-gather", 2 * layer.weights + least, 3
+            numbers[call] += count * each * _NEWTON_SCHULZ
+            messages[call] += count * calls * _NEWTON_SCHULZ
+    for call, count in numbers.items():
+        sent = SentBytes(("dp_shard",), call, "matrices")
+        wire = footprint.wire_bytes(choice, sent, count * _MUON_WIDTH / choice.degrees.pp)
+        yield Flow(sent, wire, math.ceil(messages[call] / choice.degrees.pp))
 
 
 def _times_of_model(choice: Strategy, load: Workload, sent: SentBytes) -> float:
@@ -282,6 +310,7 @@ def time_of(
     sent_s = {key: seconds for key, (seconds, _) in sums.items()}
     step = _Step(model, choice, load, rank, sent_s, *_passes(model, choice, load, rank))
     compute_s, idle_s, exposed_s = step.pipelined() if choice.degrees.pp > 1 else step.flat()
+    exposed_s["dp"] += step.of("matrices")  # by the optimizer, when all else is done
     ranks = 1 if choice.name == "single" else choice.world_size
     return Time(
         compute_s=compute_s + step.optimizer_s,

@@ -29,7 +29,7 @@ class SentBytes:
         call: The collective, a key of strategy.footprint.CALLS.
         what: parameters or gradients (of the model), activations or keys-values (of a block),
             tokens (the activations of one layer, once for each expert of a token), boundary
-            (activations between stages).
+            (activations between stages), matrices (of an optimizer that takes them whole).
         times: How often.
     """
 

@@ -23,7 +23,7 @@ from nbdist.planner.devices import DEVICES, Device, with_memory
 from nbdist.planner.models import model_of, of_config
 from nbdist.planner.pipeline_time import makespan_s, simulated_s
 from nbdist.planner.plan import as_copies, plan
-from nbdist.planner.step_time import Time, flows, model_flops, time_of
+from nbdist.planner.step_time import Flow, Time, flows, model_flops, time_of
 from nbdist.planner.workload import Widths, Workload, is_megatron
 from nbdist.strategy.choice import Strategy, label, steps_of
 from nbdist.strategy.choose import choose
@@ -433,3 +433,34 @@ def test_a_measurement_counts_before_the_data_sheet() -> None:
 
 def test_passes_add_up() -> None:
     assert Pass(1.0, 2.0, 0.5).both_s == 3.0
+
+
+def test_muons_products_are_sent_of_matrices_that_fsdp_splits() -> None:
+    """Llama-3-8B's, by hand: what is taller than wide reduces its square, the rest is gathered."""
+    llama, load = model_of("llama-3-8b"), Workload(1, 2048, optimizer="muon")
+
+    def sent(name: str, **given: object) -> dict[str, Flow]:
+        found_flows = flows(llama, choose(name, given, 4), load)
+        return {flow.sent.call: flow for flow in found_flows if flow.sent.what == "matrices"}
+
+    h, kv, f = 4096, 1024, 14336
+    gates = 2 * 10 * h * h  # up and gate
+    square = 2 * (10 * h * h + 5 * h * h)  # queries and output
+    wide = 2 * (10 * kv * h + 5 * kv * kv) + 10 * h * f + 5 * h * h  # keys and values, down
+    under = sent("fsdp")
+    assert under["all-reduce"].wire_bytes == pytest.approx(32 * gates * 2 * 2 * 3 / 4)
+    assert under["all-gather"].wire_bytes == pytest.approx(32 * (square + wide) * 2 * 3 / 4)
+    assert (under["all-reduce"].messages, under["all-gather"].messages) == (32 * 20, 32 * 75)
+    assert all(not sent(name) for name in ("ddp", "zero1", "pp"))
+    assert not sent("fsdp", tp=2)
+
+    muon, adamw = (
+        time_of(llama, choose("fsdp", {"bf16": True}, 4), each, DEVICES["h100"])
+        for each in (load, replace(load, optimizer="adamw"))
+    )
+    assert muon is not None
+    assert adamw is not None
+    assert muon.communication_s > adamw.communication_s
+    assert muon.exposed_s["dp"] - adamw.exposed_s["dp"] == pytest.approx(
+        muon.communication_s - adamw.communication_s
+    )
