@@ -286,6 +286,24 @@ def test_an_interrupt_takes_back_what_waits_for_the_cell(
     assert strategy == "ddp\n"
 
 
+def test_an_interrupt_between_two_statements_takes_back_as_well(panel: Kernel) -> None:
+    """IPython notes it as an error before the cell's execution."""
+    between = (
+        "shell = get_ipython(); run = shell.run_code\n"
+        "async def interrupted(*args, **given):\n"
+        "    shell.run_code = run\n"
+        "    raise KeyboardInterrupt\n"
+        "press('apply', strategy='fsdp'); shell.run_code = interrupted\n"
+        "print('not reached')"
+    )
+    cell = panel.run(between)
+
+    assert is_interrupted(cell)
+    assert "not reached" not in cell.visible
+    log = said(panel)
+    assert "%dist_strategy fsdp is removed from the queue: what it waited for" in log, log
+
+
 def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
     """Between two cells the kernel ignores SIGINT; what was pressed counts once the job acts."""
     panel.run(

@@ -95,7 +95,8 @@ class JobScheduler:
     def _ended(self, result: ExecutionResult | None = None) -> None:
         self._cells = max(0, self._cells - 1)  # a silent one has no end
         if not self._cells:
-            error = None if result is None else result.error_in_exec
+            # Between two statements an interrupt is one "before" the cell, by IPython's names.
+            error = None if result is None else result.error_in_exec or result.error_before_exec
             if isinstance(error, KeyboardInterrupt) and not self._is_dropped:
                 self.drop()  # by the notebook's own stop button
             self._is_dropped = False
