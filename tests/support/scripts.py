@@ -5,16 +5,18 @@ import functools
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.forks import ForkServer
+from tests.support.forks import Forked, ForkServer
 from tests.support.kernel import notebook_env
 
 _TIMEOUT_S = 100.0
 # torch 2.13 aborts now and then at the very end, where a DDP model holds a group that has been
-# destroyed (1 of 14 on a busy machine). Each rank has printed all by then, which is compared.
+# destroyed (1 of 14 on a busy machine), or waits there for ever (seen once, when the other rank had
+# ended). Each rank has printed all by then, which is compared.
 ABORTED = -6
 # What scripts import, which takes seconds.
 _IMPORTED = (
@@ -58,10 +60,22 @@ def started(
         log = script.with_name(f"{rank}.err")
         log.unlink(missing_ok=True)
         forks.append((_server().fork(text, env, log), log))
-    codes = [fork.wait(_TIMEOUT_S) for fork, _ in forks]
+    codes: list[int] = []
+    for fork, _ in forks:
+        codes.append(_code_of(fork, others_ended=bool(codes) and {*codes} <= {0, ABORTED}))
     texts = [script.with_name(f"{rank}.out").read_text() for rank in range(ranks)]
     errors = [log.read_text() for _, log in forks]
     return Started([unlabelled(text) for text in texts], errors, codes)
+
+
+def _code_of(fork: Forked, *, others_ended: bool) -> int:
+    try:
+        return fork.wait(_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        fork.kill()
+        if not others_ended:
+            raise
+        return ABORTED
 
 
 def lines_of(
