@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import psutil
 import torch
@@ -35,26 +36,22 @@ def usage(is_remote: bool) -> Answer:
     allocator, allocator_s = _newest_allocator(place.device) if is_gpu else (None, 0.0)
     now_s = time.monotonic()
     allocator_age_s = 0.0 if allocator is None else now_s - allocator_s
-    if not is_remote:
-        return Answer(
-            now_s,
-            allocator=allocator,
-            allocator_age_s=allocator_age_s,
-            expert_load=tokens.load(),
-        )
-    pid = os.getpid()
-    process_usage = _usages.read([pid]).get(pid)
-    readings, read_s = (_watch.newest() if is_gpu else None) or (GpuReadings(), now_s)
-    gpu, gpu_age_s = readings.of(place.device_uuid), time.monotonic() - read_s
-    return Answer(
+    answer = Answer(
         now_s,
-        process_usage,
-        gpu,
-        gpu_age_s,
-        allocator,
-        readings.problems,
-        allocator_age_s,
-        tokens.load(),
+        allocator=allocator,
+        allocator_age_s=allocator_age_s,
+        expert_load=tokens.load(),
+    )
+    if not is_remote:
+        return answer
+    pid = os.getpid()
+    readings, read_s = (_watch.newest() if is_gpu else None) or (GpuReadings(), now_s)
+    return replace(
+        answer,
+        usage=_usages.read([pid]).get(pid),
+        gpu=readings.of(place.device_uuid),
+        gpu_age_s=time.monotonic() - read_s,
+        problems=readings.problems,
     )
 
 

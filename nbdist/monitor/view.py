@@ -33,12 +33,14 @@ class _Field:
         column: Of monitor.samples.COLUMNS.
         peak: The column whose peak is told; empty for the same one. What torch itself has counted
             lies between samples too.
+        is_usual: It has a column of placeholders in stored outputs, known or not.
     """
 
     title: str
     column: str
     text: Callable[[float], str]
     peak: str = ""
+    is_usual: bool = True
 
 
 def _whole(value: float) -> str:
@@ -53,7 +55,7 @@ _FIELDS = (
     _Field("host memory", "rss", units.size),
     _Field("temperature (C)", "temperature", _whole),
     _Field("power (W)", "power", _whole),
-    _Field("expert load", "expert_load", "{:.1f}".format),
+    _Field("expert load", "expert_load", "{:.1f}".format, is_usual=False),
 )
 # What the picture shows of each rank: the column, what a value is multiplied by, the title, and
 # how far its axis goes at least.
@@ -79,7 +81,7 @@ def monitor(
     fields = [
         field
         for field in _FIELDS
-        if (is_stored() and field.column != "expert_load") or _is_known(history, field.column)
+        if (is_stored() and field.is_usual) or _is_known(history, field.column)
     ]
     rows = [_row(sample, history, fields) for sample in samples]
     head = ["rank", "doing", *(field.title for field in fields), "last collective"]

@@ -25,7 +25,7 @@ SWITCH_S = 600.0
 switch_strategy: RankFunction[[Strategy], RankSwitchReport] = RankFunction(
     "nbdist.switch.rank.switch:switch"
 )
-count_tokens: RankFunction[[], list[dict[str, Any]]] = RankFunction(
+count_tokens: RankFunction[[], list[tuple[str, dict[str, Any]]]] = RankFunction(
     "nbdist.switch.rank.expert_tokens:count"
 )
 
@@ -72,8 +72,8 @@ class Strategies:
         counted = self._ranks.call_all(count_tokens, deadline_s=CURRENT_S)
         models: dict[tuple[int, str], dict[int, Any]] = {}
         for rank, of_rank in enumerate(counted):
-            for number, counts in enumerate(of_rank):
-                models.setdefault((number, counts["model"]), {})[rank] = counts
+            for number, (name, counts) in enumerate(of_rank):
+                models.setdefault((number, name), {})[rank] = counts
         return {name: ExpertTokens.of(counts) for (_, name), counts in models.items()}
 
     def switch(self, name: str | None, /, **options: object) -> RankSwitchReport:

@@ -223,6 +223,7 @@ class Cluster:
     @property
     def why_gone(self) -> str:
         """Why the ranks are this kernel's no more, as a sentence without its full stop; or ""."""
+        # The guardian tells it only at its next look; until then two kernels would send cells.
         if not self.taken and self._guard.is_taken:
             self._note_taken()
         return self.taken or run_dir.ended_from_outside(self.run_dir)

@@ -118,9 +118,7 @@ class RankServer:
         self._asked: deque[Future[dict[str, Any]]] = deque()  # answers come in this order
         self._forks: dict[int, ForkedProcess] = {}
         self.owner = os.getpid()
-        # How it ended where nobody wanted that; "" while it runs.
-        self.end = ""
-        self._how_ended = ""  # wanted or not
+        self._code: int | None = None  # its exit code, once it has ended
         # Whether nothing is left to be imported: it forks at once.
         self.is_ready = False
         self._send({"env": dict(env), "sys_path": text_path()})
@@ -134,7 +132,17 @@ class RankServer:
     @property
     def has_ended(self) -> bool:
         """Whether it has, wanted or not."""
-        return bool(self._how_ended)
+        return self._code is not None
+
+    @property
+    def end(self) -> str:
+        """How it ended where nobody wanted that; "" while it runs."""
+        return self._how if self._code else ""
+
+    @property
+    def _how(self) -> str:
+        code = self._code or 0
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     @property
     def has_forks(self) -> bool:
@@ -195,7 +203,7 @@ class RankServer:
         self._send({"do": "end"})
 
     def _ended(self) -> ServerError:
-        return ServerError(f"the server process {self.pid} ended ({self._how_ended})")
+        return ServerError(f"the server process {self.pid} ended ({self._how})")
 
     def _late(self, what: str, deadline_s: float) -> str:
         return f"the server process {self.pid} {what} after {deadline_s:.0f} s"
@@ -225,9 +233,8 @@ class RankServer:
                 else:
                     self._take(answer)
         code = self._process.wait()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         with self._asking:
-            self._how_ended, self.end = how, how if code else ""
+            self._code = code
         for future in self._asked:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._ended())

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbdist.core.rank import this_rank
 from nbdist.lints.rank import ddp, watch
 from nbdist.parallel.ep import tokens
 
@@ -37,13 +36,8 @@ def end() -> None:
 
 @watch.guarded("uneven-experts")
 def _note_models() -> None:
-    from nbdist.parallel import registry  # late: a model that has experts here has loaded it
-
-    for model in registry.prepared():
-        layers = tokens.layers_of(model.base)
-        if layers and model.degrees.ep > 1:
-            share, _ = model.degrees.ep_place(this_rank().place.rank)
-            watch.note("uneven-experts", ddp.name_of(model.outer), share=share, layers=layers)
+    for model, counts in tokens.of_models():
+        watch.note("uneven-experts", ddp.name_of(model.outer), **counts)
 
 
 @watch.guarded("untrained-router")
