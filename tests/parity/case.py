@@ -32,13 +32,12 @@ class Tolerance:
 
 EXACT = 2e-6
 # Moments are compared by their largest value, and drift over hundreds of steps; a lost one is 1.
-LIMITS = {"loss": EXACT, "parameters": EXACT, "moments": 2e-5}
+LIMITS = {"loss": EXACT, "parameters": EXACT, "moments": 1e-5}
 # Word of what is typed -> how close. In half precision the process by itself computes in it too.
 ROUNDED = {
     # Gradients: bf16's relative error, 2 ** -8, of the norm 0.5. FSDP2's bf16 parameters round
-    # more than autocast does: sums of residuals, and of a bias's gradient, are bf16 too. Losses:
-    # a token whose experts are nearly equal to its router may go to another one.
-    "--bf16": Tolerance(0.5 * 2**-8, 0.5 * 2**-8),
+    # more than autocast does: sums of residuals, and of a bias's gradient, are bf16 too.
+    "--bf16": Tolerance(1.4e-3, 0.5 * 2**-8),
     "--fp16": Tolerance(1.2e-4, 1.2e-4),
     "--hook bf16": Tolerance(6e-5, 1.4e-3),
     "--hook fp16": Tolerance(3e-5, 1.2e-4),
@@ -46,10 +45,9 @@ ROUNDED = {
 }
 
 
-def tolerance_of(typed: str) -> Tolerance:
-    """How close a strategy has to come."""
-    tolerances = [tolerance for words, tolerance in ROUNDED.items() if words in typed]
-    return tolerances[0] if tolerances else Tolerance(EXACT, EXACT, EXACT)
+# A token whose experts are nearly equal to its router may go to another one when bf16 rounds.
+_ROUTED_BF16 = Tolerance(0.5 * 2**-8, 0.5 * 2**-8)
+_MIXTURES = ("experts", "mixtral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,14 @@ class Case:
 
     typed: str
     model: str = "plain"
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How close it has to come."""
+        if self.model in _MIXTURES and "--bf16" in self.typed:
+            return _ROUTED_BF16
+        tolerances = [tolerance for words, tolerance in ROUNDED.items() if words in self.typed]
+        return tolerances[0] if tolerances else Tolerance(EXACT, EXACT, EXACT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbdist.strategy.options import OPTIONS
-from tests.parity.case import Case, Measured, record, tolerance_of, worst_of_ranks
+from tests.parity.case import Case, Measured, record, worst_of_ranks
 from tests.parity.cases import DEEPSPEED, LEFT_OUT, LONG, NAMES, SHORT
 from tests.parity.texts import ROWS
 from tests.support.torch_ranks import LIMIT_S, TorchRanks
@@ -57,7 +57,7 @@ def _record(folder: Path, n: int, cases: Sequence[Case], limit_s: float) -> None
     """Adds a line for each to the page."""
     for case, off in zip(cases, _compare(folder, n, cases, limit_s), strict=True):
         differences = off["loss"], off["gradients"], off["parameters"]
-        loss = tolerance_of(case.typed).loss
+        loss = case.tolerance.loss
         record(Measured("row", case.typed, case.model, n, *differences, loss))
 
 
@@ -71,7 +71,7 @@ def _compare(
 ) -> list[dict[str, Any]]:
     """The worst of all ranks for each, which is close enough."""
     given = json.dumps([(case.typed, case.model) for case in cases])
-    allowed = [tolerance_of(case.typed) for case in cases]
+    allowed = [case.tolerance for case in cases]
     limits = [
         {**asdict(tolerance), "rate": 1e-12, "norm": tolerance.parameters} for tolerance in allowed
     ]
