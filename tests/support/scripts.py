@@ -4,6 +4,7 @@ import atexit
 import functools
 import os
 import re
+import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -18,13 +19,15 @@ _TIMEOUT_S = 100.0
 # destroyed (1 of 14 on a busy machine), or waits there for ever (seen once, when the other rank had
 # ended). Each rank has printed all by then, which is compared.
 ABORTED = -6
+ENDED = {0, ABORTED}
 # What scripts import, which takes seconds.
 _IMPORTED = (
     "torch", "accelerate", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.distributed.pipelining",
 )  # fmt: skip
 _AS_MAIN = """
-import os, runpy, sys
+import faulthandler, os, runpy, sys
+faulthandler.enable()
 os.chdir({folder!r})
 sys.modules[{without!r}], sys.path[0], sys.argv[:] = None, {folder!r}, {words!r}
 sys.stdout = open({out!r}, "w", buffering=1)
@@ -61,21 +64,27 @@ def started(
         log.unlink(missing_ok=True)
         forks.append((_server().fork(text, env, log), log))
     codes: list[int] = []
-    for fork, _ in forks:
-        codes.append(_code_of(fork, others_ended=bool(codes) and {*codes} <= {0, ABORTED}))
+    for fork, log in forks:
+        codes.append(_code_of(fork, log, script, others_ended=bool(codes) and {*codes} <= ENDED))
     texts = [script.with_name(f"{rank}.out").read_text() for rank in range(ranks)]
     errors = [log.read_text() for _, log in forks]
     return Started([unlabelled(text) for text in texts], errors, codes)
 
 
-def _code_of(fork: Forked, *, others_ended: bool) -> int:
+def _code_of(fork: Forked, log: Path, script: Path, *, others_ended: bool) -> int:
     try:
         return fork.wait(_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        fork.kill()
-        if not others_ended:
+        fork.send_signal(signal.SIGABRT)  # faulthandler tells where it is
+        code = fork.wait(_TIMEOUT_S)
+        innermost = re.search(r'first\):\n  File "(.*)", line \d+ in (.*)', log.read_text())
+        # In a call of torch or anything else it waits for more than torch's end.
+        is_at_end = innermost is not None and (
+            innermost[1] == str(script) or innermost[2] == "destroy_process_group"
+        )
+        if not (others_ended and is_at_end):
             raise
-        return ABORTED
+        return code
 
 
 def lines_of(
@@ -84,7 +93,7 @@ def lines_of(
     """Each rank's lines of a script that goes well."""
     ended = started(script, ranks, without, arguments)
 
-    assert set(ended.codes) <= {0, ABORTED}, ended.errors
+    assert set(ended.codes) <= ENDED, ended.errors
     return ended.lines
 
 

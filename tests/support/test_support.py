@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import scripts
 from tests.support.kernel import Kernel, KernelDiedError
 from tests.support.processes import processes_of_run, wait_gone
 
@@ -122,3 +123,27 @@ def test_a_process_left_behind_fails_the_session(tmp_path: Path) -> None:
     assert "1 processes with NBDIST_RUN were left running" in done.stdout
     assert "-c import time; time.sleep(600)" in done.stdout
     assert wait_gone(processes_of_run("leak-test"), timeout_s=10) == []
+
+
+@pytest.mark.parametrize(
+    ("wait", "is_told"),
+    [("threading.Event().wait()", True), ("exec('while True: pass')", True), ("spin()", False)],
+)
+def test_a_script_may_be_left_waiting_at_its_own_end_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str, is_told: bool
+) -> None:
+    """There torch does now and then; in any other call it is a hang, which is told."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, threading\ndef spin():\n    while True: pass\n"
+        f"if os.environ['RANK'] == '1': {wait}\nprint('done')\n"
+    )
+    monkeypatch.setattr(scripts, "_TIMEOUT_S", 2.0)
+    if is_told:
+        with pytest.raises(subprocess.TimeoutExpired):
+            scripts.started(script)
+        return
+    ended = scripts.started(script)
+
+    assert ended.codes == [0, scripts.ABORTED]
+    assert ended.lines[0] == ["done"]
