@@ -281,6 +281,8 @@ def test_a_wrong_shape_is_told() -> None:
 
 def test_what_has_no_experts_is_refused() -> None:
     """Before anything changes, with what to do."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     dense = nn.Sequential(nn.Linear(4, 4))
     listed = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(4, 4) for _ in range(4))})
     listed.ep_plan = {"experts": "experts"}
@@ -288,8 +290,14 @@ def test_what_has_no_experts_is_refused() -> None:
     unknown.ep_plan = {"blocks.*.moe": "experts"}
     misspelt.ep_plan = {"blocks.*.experts": "expert"}
 
-    with pytest.raises(OptionError, match=r"Sequential has no experts .* Use ddp or fsdp"):
+    with pytest.raises(OptionError, match=r"Sequential has no experts .* Use ddp or fsdp") as told:
         find_experts(dense)
+    assert "model.ep_plan = {" in str(told.value)
+    small = LlamaConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    with pytest.raises(OptionError, match=r'vars\(model\)\["ep_plan"\] = \{'):
+        find_experts(LlamaForCausalLM(small))  # whose property of that name has other styles
     with pytest.raises(
         OptionError, match=r"experts is no stack of experts: its parameters are 0.w"
     ):

@@ -9,15 +9,16 @@ import pytest
 
 from nbdist.errors import OptionError
 from nbdist.planner.activations import block_bytes
-from nbdist.planner.block_time import Pass, Rank, Speeds, block_pass, product_steps
+from nbdist.planner.block_time import Pass, Rank, block_pass, product_steps
 from nbdist.planner.collective_time import Ring, all_to_all_bytes_per_s, ring_bytes_per_s, ring_of
-from nbdist.planner.devices import DEVICES, Device
+from nbdist.planner.devices import DEVICES
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape, model_of
 from nbdist.planner.search import Space, candidates, search
 from nbdist.planner.step_time import Flow, Time, flows, model_flops, time_of
 from nbdist.planner.workload import Widths, Workload
 from nbdist.strategy.choose import choose, typed_line
+from tests.planner.test_time import PLAIN, SPEEDS
 
 MIXTRAL, QWEN = model_of("mixtral-8x7b"), model_of("qwen3-30b-a3b")
 SHAPE, H100 = MIXTRAL.shape, DEVICES["h100"]
@@ -28,15 +29,6 @@ EXPERTS = 32 * STACKED
 REST = 46_702_792_704 - EXPERTS
 BF16, FP32 = Widths(2, 2, 0, 2, 4), Widths(4, 4, 0, 4, 4)
 LOAD = Workload(1, 2048)
-# Round numbers: 100 TFLOPS reached (10 in fp32), 1 TB/s reached, no tiles.
-PLAIN = Device(
-    "plain", "round", 80e9, 2e12, 200e12, 20e12, "NVLink 3", "InfiniBand HDR", sustained=0.5,
-    ports=8,
-)  # fmt: skip
-SPEEDS = Speeds(
-    attention=0.5, streams=0.5, network=0.5, contention=0.0, k_fill=0.0, kernel_s=0.0,
-    launch_s=0.0, nvlink=0.5,
-)  # fmt: skip
 
 
 def memory(name: str, n: int = 8, load: Workload = LOAD, **given: object) -> Memory:
@@ -360,9 +352,9 @@ def test_the_best_over_ep_is_not_missed() -> None:
         given = {"bf16": True, "accumulate": 2 // batch, "shard": shard, "checkpoint": checkpoint}
         given |= {"ep": ep} if ep > 1 else {}
         choice = choose("fsdp", {k: v for k, v in given.items() if v}, 16)
-        one = replace(load, batch=batch)
-        if memory_of(QWEN, choice, one).peak < 0.8 * H100.memory_bytes:
-            time = time_of(QWEN, choice, one, H100)
+        piece = replace(load, batch=batch)
+        if memory_of(QWEN, choice, piece).peak < 0.8 * H100.memory_bytes:
+            time = time_of(QWEN, choice, piece, H100)
             assert time is not None
             best[choice] = time.step_s
 

@@ -72,11 +72,11 @@ def find_kept(holders: Iterable[Holder]) -> dict[str, list[torch.Tensor]]:
 
 def entries(holders: Iterable[Holder]) -> Iterator[tuple[Holder, str, str, Any]]:
     """Each value that may hold tensors, once: its holder, its name, its key there, itself."""
-    seen: set[int] = set()
+    value_ids: set[int] = set()
     for holder in holders:
         for name, key, value in holder.items():
-            if id(value) not in seen:
-                seen.add(id(value))
+            if id(value) not in value_ids:
+                value_ids.add(id(value))
                 yield holder, name, key, value
 
 

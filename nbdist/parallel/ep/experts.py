@@ -17,7 +17,7 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel.libraries.peft_layers import PREFIX, inner_model, is_adapted
 from nbdist.strategy.options import listed
-from nbdist.strategy.tp_user_plan import match_names
+from nbdist.strategy.tp_user_plan import attribute_for, match_names
 
 # Names of the forward's second and third argument in transformers 5.
 _ARGUMENTS = (("top_k_index", "top_k_weights"), ("router_indices", "routing_weights"))
@@ -26,8 +26,7 @@ _STYLE = "experts"
 _COMPILED = "_orig_mod"
 _CONTRACT = (
     "Experts are one module with stacked parameters (experts, ...) and forward(hidden_states, "
-    "top_k_index, top_k_weights), as transformers has them. Name yours before prepare(): "
-    'model.ep_plan = {"layers.*.moe.experts": "experts"}'
+    "top_k_index, top_k_weights), as transformers has them."
 )
 
 
@@ -60,7 +59,8 @@ def find_experts(base: torch.nn.Module) -> dict[str, LayerExperts]:
         title = type(base).__name__
         raise OptionError(
             f"{title} has no experts that nbdist knows, so ep has nothing to share. Use ddp or "
-            f"fsdp. {_CONTRACT}"
+            f"fsdp. {_CONTRACT} Name yours before prepare(): "
+            f'{attribute_for(base, "ep_plan")} = {{"layers.*.moe.experts": "{_STYLE}"}}'
         )
     return {name: _layer(base.get_submodule(name), name) for name in names}
 
