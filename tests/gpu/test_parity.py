@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.places import PLACES, on_places
-from tests.parity.case import LIMITS, Case, tolerance_of, worst_of_ranks
+from tests.parity.case import LIMITS, Case, worst_of_ranks
 from tests.parity.cases import LONG, NAMES, SAVED, SWITCHED, circuit
 from tests.parity.texts import ROWS, SWITCHES
 from tests.parity.texts_checkpoint import CHECKPOINTS
@@ -50,7 +50,7 @@ def test_a_row_as_one_process(tmp_path: Path, place: str, row: str, measured: An
     cases = cases_of(PLACES[place].world_size, row, on_cpu=place == "cpu")
     limits = []
     for case in cases:
-        tolerance = tolerance_of(case.typed)
+        tolerance = case.tolerance
         loss, gradients, parameters = (each and MORE * each for each in astuple(tolerance))
         limits.append({"loss": loss, "gradients": gradients, "parameters": parameters})
     given = json.dumps([(case.typed, case.model) for case in cases])
@@ -59,7 +59,7 @@ def test_a_row_as_one_process(tmp_path: Path, place: str, row: str, measured: An
     measured("cases", len(cases))
     exact = [
         off for case, off in zip(cases, worst, strict=True)
-        if tolerance_of(case.typed).parameters is not None
+        if case.tolerance.parameters is not None
     ]  # fmt: skip
     for what in ("loss", "gradients", "parameters"):
         measured(f"fp32, worst {what}", _worst(off[what] for off in exact))
