@@ -89,7 +89,7 @@ def test_the_end_of_a_rank_is_told_with_what_it_leaves(connect: Connect) -> None
     pid = start(agent, ["-c", code], 3, FOLDER="{folder}")
     end = ends.get(timeout=20)
     start(agent, SLEEP, 5)
-    # SIGTERM ends Python at every moment of its start; SIGINT before `site` is imported is exit code 1.
+    # SIGTERM ends Python at every moment of its start; SIGINT may fail the import of `site` (1).
     agent.ask("signal", rank=5, number=signal.SIGTERM).result(10)
 
     assert (end.rank, end.pid, end.code, end.tail) == (3, pid, 4, "last words\n")
