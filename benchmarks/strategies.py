@@ -29,7 +29,8 @@ from benchmarks import Row, compare
 from benchmarks.language_model import Net, Size, batch, make, mean_loss
 from benchmarks.ranks import Ranks, join, join_nbdist, obey
 
-STRATEGIES = ("ddp", "fsdp", "tp", "pp")
+MUON = "fsdp by Muon"
+STRATEGIES = ("ddp", "fsdp", "tp", "pp", MUON)
 RANKS = 2
 # Some 200 ms of work in a step on a core.
 SIZE = Size(width=384, n_blocks=4, n_words=512)
@@ -98,6 +99,7 @@ _HOW = {
     "fsdp": "by hand fully_shard on each block and the model",
     "tp": "by hand parallelize_module with one plan",
     "pp": "by hand two stages written out, PipelineStage and Schedule1F1B",
+    MUON: "by hand fully_shard and torch.optim.Muon on the matrices of blocks",
 }
 
 
@@ -143,16 +145,25 @@ def _data(strategy: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[share], labels[share]
 
 
+def _optimizer(strategy: str, model: nn.Module) -> torch.optim.Optimizer:
+    if strategy != MUON:
+        return torch.optim.AdamW(model.parameters())
+    # At a rate at which what bf16 rounds apart is not seen in a loss.
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name]
+    return torch.optim.Muon(matrices, lr=1e-5)
+
+
 def _ours(strategy: str, rank: int) -> Step:
     from nbdist.parallel import registry
     from nbdist.parallel.accelerator.accelerator import Accelerator
     from nbdist.strategy.choose import choose
 
     given = {"microbatches": MICROBATCHES} if strategy == "pp" else {}
-    registry.set_choice(choose(strategy, given, RANKS, device_type="cpu", backend="gloo"))
+    row = strategy.split(maxsplit=1)[0]
+    registry.set_choice(choose(row, given, RANKS, device_type="cpu", backend="gloo"))
     accelerator = Accelerator()
     model: Any = make(SIZE)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    model, optimizer = accelerator.prepare(model, _optimizer(strategy, model))
     tokens, labels = _data(strategy, rank)
 
     def step() -> torch.Tensor:
@@ -166,7 +177,7 @@ def _ours(strategy: str, rank: int) -> Step:
 
 
 def _plain_loop(model: nn.Module, strategy: str, rank: int) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = _optimizer(strategy, model)
     tokens, labels = _data(strategy, rank)
 
     def step() -> torch.Tensor:
@@ -183,13 +194,13 @@ def _ddp(rank: int) -> Step:
     return _plain_loop(DistributedDataParallel(make(SIZE)), "ddp", rank)
 
 
-def _fsdp(rank: int) -> Step:
+def _fsdp(rank: int, strategy: str = "fsdp") -> Step:
     model = make(SIZE)
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _plain_loop(model, "fsdp", rank)
+    return _plain_loop(model, strategy, rank)
 
 
 def _tp(rank: int) -> Step:
@@ -272,6 +283,7 @@ def main() -> None:
     else:
         join(rank, size, folder)
         makers = {"ddp": _ddp, "fsdp": _fsdp, "tp": _tp, "pp": _pp}
+        makers[MUON] = lambda rank: _fsdp(rank, MUON)
     sides = Side(rank, makers)
     obey({"begin": sides.begin, "turn": sides.turn, "end": sides.end})
 

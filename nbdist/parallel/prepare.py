@@ -20,7 +20,7 @@ from nbdist.parallel.consensus import all_or_none
 from nbdist.parallel.dp import fsdp, zero1
 from nbdist.parallel.libraries import quantized
 from nbdist.parallel.mesh import ParallelMesh
-from nbdist.parallel.optimizers import first_step, rules
+from nbdist.parallel.optimizers import first_step, muon, rules
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import (
     agree_on_numbers,
@@ -130,7 +130,7 @@ def attach_steps(optimizer: Optimizer, models: list[Prepared]) -> None:
     if detach is not None:
         detach()
     # Before zero1, which hides gradients.
-    detaches = [first_step.attach(optimizer)]
+    detaches = [first_step.attach(optimizer), muon.attach(optimizer)]
     if "zero1" in steps_of(current()):
         owners = {
             id(model.parameters[name]): owner

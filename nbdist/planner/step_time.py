@@ -6,7 +6,6 @@ docs/plan.md has the model in words, with the source of each constant.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -50,8 +49,8 @@ _MEASURED = {
 _FORWARD = {"all-reduce": 1 / 2, "ring": 1 / 3, "all-to-all": 1 / 2}
 # Messages for each exchange of rows: how many there are, where each belongs and its weight.
 _WITH_ROWS = 2
-# torch.optim.Muon: Newton-Schulz steps, and bytes of a number in them (bf16).
-_NEWTON_SCHULZ, _MUON_WIDTH = 5, 2
+# Of matrices, and bytes of a number of theirs that torch.optim.Muon's owners get (fp32).
+_SPLITS, _MUON_WIDTH = ("dp_shard", "tp"), 4
 SPEEDS = Speeds()
 
 
@@ -160,28 +159,18 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
 
 
 def _muon_flows(shape: Transformer, choice: Strategy, load: Workload) -> Iterator[Flow]:
-    """What Muon's products send of blocks' matrices, of which FSDP2 has given each rank some rows.
+    """What Muon sends of blocks' matrices that are split: all to their owners, and back.
 
-    Three products a step, X X^T, its square, and that times X, as torch 2.13 sends for DTensors
-    (docs/strategies.md#optimizers). Under tp too it was not measured, and is not counted.
+    In fp32, as nbdist.parallel.optimizers.muon does (docs/strategies.md#optimizers).
     """
-    is_split = "fsdp" in steps_of(choice) and choice.degrees.dp_shard > 1
-    if load.optimizer != "muon" or not is_split or choice.degrees.tp > 1:
+    split = footprint.split_axes(choice, "parameters")
+    axes = tuple(axis for axis in split if axis in _SPLITS and getattr(choice.degrees, axis) > 1)
+    if load.optimizer != "muon" or not {"fsdp", "tp"} & {*steps_of(choice)} or not axes:
         return
-    numbers, messages = Counter[str](), Counter[str]()
-    for count, kind in shape.kinds:
-        for layer in linears(kind):
-            least = min(layer.outputs, layer.inputs) ** 2
-            if layer.outputs > layer.inputs:
-                call, each, calls = "all-reduce", 2 * least, 2
-            else:
-                call, each, calls = "all-gather", 2 * layer.weights + least, 3
-            numbers[call] += count * each * _NEWTON_SCHULZ
-            messages[call] += count * calls * _NEWTON_SCHULZ
-    for call, count in numbers.items():
-        sent = SentBytes(("dp_shard",), call, "matrices")
-        wire = footprint.wire_bytes(choice, sent, count * _MUON_WIDTH / choice.degrees.pp)
-        yield Flow(sent, wire, math.ceil(messages[call] / choice.degrees.pp))
+    numbers = sum(count * layer.weights for count, kind in shape.kinds for layer in linears(kind))
+    sent = SentBytes(axes, "all-to-all", "matrices", 2)
+    whole = numbers * _MUON_WIDTH / choice.degrees.pp
+    yield Flow(sent, footprint.wire_bytes(choice, sent, whole), 2)
 
 
 def _times_of_model(choice: Strategy, load: Workload, sent: SentBytes) -> float:
@@ -310,7 +299,8 @@ def time_of(
     sent_s = {key: seconds for key, (seconds, _) in sums.items()}
     step = _Step(model, choice, load, rank, sent_s, *_passes(model, choice, load, rank))
     compute_s, idle_s, exposed_s = step.pipelined() if choice.degrees.pp > 1 else step.flat()
-    exposed_s["dp"] += step.of("matrices")  # by the optimizer, when all else is done
+    axis = "dp" if choice.degrees.dp_shard > 1 else "tp"
+    exposed_s[axis] += step.of("matrices")  # by the optimizer, when all else is done
     ranks = 1 if choice.name == "single" else choice.world_size
     return Time(
         compute_s=compute_s + step.optimizer_s,

@@ -435,32 +435,32 @@ def test_passes_add_up() -> None:
     assert Pass(1.0, 2.0, 0.5).both_s == 3.0
 
 
-def test_muons_products_are_sent_of_matrices_that_fsdp_splits() -> None:
-    """Llama-3-8B's, by hand: what is taller than wide reduces its square, the rest is gathered."""
+def test_muons_matrices_are_sent_to_their_owners_and_back() -> None:
+    """Llama-3-8B's, by hand: what others own of a rank's part, and what it owns of theirs."""
     llama, load = model_of("llama-3-8b"), Workload(1, 2048, optimizer="muon")
 
-    def sent(name: str, **given: object) -> dict[str, Flow]:
+    def sent(name: str, **given: object) -> list[Flow]:
         found_flows = flows(llama, choose(name, given, 4), load)
-        return {flow.sent.call: flow for flow in found_flows if flow.sent.what == "matrices"}
+        return [flow for flow in found_flows if flow.sent.what == "matrices"]
 
     h, kv, f = 4096, 1024, 14336
-    gates = 2 * 10 * h * h  # up and gate
-    square = 2 * (10 * h * h + 5 * h * h)  # queries and output
-    wide = 2 * (10 * kv * h + 5 * kv * kv) + 10 * h * f + 5 * h * h  # keys and values, down
-    under = sent("fsdp")
-    assert under["all-reduce"].wire_bytes == pytest.approx(32 * gates * 2 * 2 * 3 / 4)
-    assert under["all-gather"].wire_bytes == pytest.approx(32 * (square + wide) * 2 * 3 / 4)
-    assert (under["all-reduce"].messages, under["all-gather"].messages) == (32 * 20, 32 * 75)
-    assert all(not sent(name) for name in ("ddp", "zero1", "pp"))
-    assert not sent("fsdp", tp=2)
+    numbers = 32 * (2 * h * h + 2 * kv * h + 3 * h * f)
+    for name, given in (("fsdp", {}), ("tp", {}), ("fsdp", {"tp": 2})):
+        [flow] = sent(name, **given)
+        assert flow.wire_bytes == pytest.approx(2 * 4 * numbers / 4 * 3 / 4)
+        assert (flow.sent.call, flow.messages) == ("all-to-all", 2)
+    [flow] = sent("fsdp", pp=2)
+    assert flow.wire_bytes == pytest.approx(2 * 4 * numbers / 2 / 2 * 1 / 2)
+    assert not any(sent(name) for name in ("ddp", "zero1", "pp", "deepspeed"))
 
-    muon, adamw = (
-        time_of(llama, choose("fsdp", {"bf16": True}, 4), each, DEVICES["h100"])
-        for each in (load, replace(load, optimizer="adamw"))
-    )
-    assert muon is not None
-    assert adamw is not None
-    assert muon.communication_s > adamw.communication_s
-    assert muon.exposed_s["dp"] - adamw.exposed_s["dp"] == pytest.approx(
-        muon.communication_s - adamw.communication_s
-    )
+    for name, axis in (("fsdp", "dp"), ("tp", "tp")):
+        muon, adamw = (
+            time_of(llama, choose(name, {"bf16": True}, 4), each, DEVICES["h100"])
+            for each in (load, replace(load, optimizer="adamw"))
+        )
+        assert muon is not None
+        assert adamw is not None
+        assert muon.communication_s > adamw.communication_s
+        assert muon.exposed_s[axis] - adamw.exposed_s[axis] == pytest.approx(
+            muon.communication_s - adamw.communication_s
+        )

@@ -312,10 +312,16 @@ def _step(
     for parameter, *_ in given.values():
         for key, value in optimizer.state.get(parameter, {}).items():
             copied.state[fresh[id(parameter)]][key] = _copied(value, f"its state {key}", lay)
-    # Without the hooks of all optimizers, which would count it as a step.
-    step: Any = type(optimizer).step
-    getattr(step, "__wrapped__", step)(copied) if getattr(step, "hooked", False) else step(copied)
+    step_unseen(copied)
     return {key: clone.detach() for key, clone in clones.items()}
+
+
+def step_unseen(optimizer: Optimizer) -> None:
+    """Step an optimizer without the hooks of all optimizers, which would count it as a step."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+    step(optimizer)
 
 
 def _group(group: Mapping[str, Any], fresh: Mapping[int, torch.Tensor]) -> dict[str, Any]:
