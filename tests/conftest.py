@@ -49,8 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Keep the collector from half a million objects that stay: product and tests call it often."""
-    gc.collect()
-    gc.freeze()
+    _freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,6 +83,13 @@ def _shell_of_this_module_alone() -> Iterator[None]:
         type(InteractiveShell.instance()).clear_instance()
     os.environ.clear()
     os.environ.update(before)
+    _freeze()
+
+
+def _freeze() -> None:
+    """Take what is still referenced out of the collector's sight."""
+    gc.collect()
+    gc.freeze()
 
 
 def _processes_of_this_session() -> list[psutil.Process]:

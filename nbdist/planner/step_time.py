@@ -299,8 +299,9 @@ def time_of(
     sent_s = {key: seconds for key, (seconds, _) in sums.items()}
     step = _Step(model, choice, load, rank, sent_s, *_passes(model, choice, load, rank))
     compute_s, idle_s, exposed_s = step.pipelined() if choice.degrees.pp > 1 else step.flat()
-    axis = "dp" if choice.degrees.dp_shard > 1 else "tp"
-    exposed_s[axis] += step.of("matrices")  # by the optimizer, when all else is done
+    if matrices_s := step.of("matrices"):  # by the optimizer, when all else is done
+        axis = "dp" if choice.degrees.dp_shard > 1 else "tp"
+        exposed_s[axis] = exposed_s.get(axis, 0.0) + matrices_s
     ranks = 1 if choice.name == "single" else choice.world_size
     return Time(
         compute_s=compute_s + step.optimizer_s,
