@@ -142,7 +142,7 @@ def test_a_late_rank_is_found(trained: Kernel) -> None:
 import time
 for n in range(4):
     if rank:
-        end = time.monotonic() + 0.05
+        end = time.monotonic() + 0.3  # more than the other one may be late on a busy machine
         while time.monotonic() < end: torch.ones(256, 256) @ torch.ones(256, 256)
     step()
 """

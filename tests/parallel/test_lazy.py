@@ -104,7 +104,7 @@ def test_modules_are_imported_one_by_one_and_cells_come_between(
             del sys.modules[name]
 
     assert ["ahead_a"] in seen_modules
-    assert with_cells == before
+    assert with_cells <= before  # frozen objects may still die
     assert without >= before + 2000
 
 
