@@ -1,19 +1,36 @@
 """The ranks' store: on one address, and with another rank when its rank is gone."""
 
+import os
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
+from nbdist.core import topology
+from nbdist.core.rank import this_rank
+from nbdist.engine import join
 from nbdist.errors import NbdistError
-from nbdist.hang.rank import common_store
+from nbdist.hang.rank import common_store, process_groups
 from nbdist.hang.recovery import merge_groups
+from tests.programs.rank import (
+    broken_off,
+    everyone,
+    is_new,
+    n,
+    rank,
+    refusal,
+    say,
+    total,
+    wait_for,
+)
 from tests.support import hosts as support_hosts
 from tests.support.torch_ranks import TorchRanks
 
@@ -83,105 +100,92 @@ def test_waits_for_a_host_that_vanishes_have_a_limit() -> None:
     assert is_probed
 
 
-# A rank of three is lost, by a kill or by its cable; the others go on alone, and then with a new
-# process in its place, on another host.
-LOST = """
-    lost = int(os.environ["LOST"])
+def survive_loss(lost: int) -> tuple[Any, float]:
+    """As a rank of three whose other one is lost: go on without it, and ask for a new process.
+
+    Returns:
+        The others' group, and their sum.
+    """
     others = [r for r in range(n) if r != lost]
-    keys = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-    def end(**result):
-        state, group = this_rank(), dist.new_group()
-        total(group)  # no rank ends while another one still connects
-        done(world=total(), environment=[os.environ[key] for key in keys], **result,
-             hosts=[place.host for place in state.topology.ranks], later=group.size(),
-             holder=common_store.where() == common_store._own_address())
-
-    if is_new:
-        end()
+    alone = 6.0 - lost - 1.0
     pair = dist.new_group(others)
     common_store.LOST_S = 2
     common_store._limit_waits(*common_store._ports.current)
     say("made")
-    wait_for("lost", [lost])
+    wait_for("dead", [lost])
     if rank == lost:
         time.sleep(60)
-    error, _ = broken_off(lambda: dist.all_reduce(torch.ones(2)))
-    began = time.monotonic()
+    assert broken_off(lambda: dist.all_reduce(torch.ones(2)))[0] == "RuntimeError"
+    began_s = time.monotonic()
     in_store = refusal(lambda: this_rank().store.check(["nothing"]), RuntimeError)
-    waited_s = time.monotonic() - began
+    assert time.monotonic() - began_s < 20
+    assert bool(in_store) == (lost == 0)
     process_groups.recover(1, (lost,))
-    alone = [total(pair), total(dist.new_group(others, use_local_synchronization=True))]
+    assert total(pair) == alone
+    assert total(dist.new_group(others, use_local_synchronization=True)) == alone
 
     report = topology.EngineReport(lost, "elsewhere", cores=4, pid=1)
     plan = topology.replan(this_rank().topology, {lost: report})
-    at = ("", *runtime.take_plan(plan, [lost]))
+    at = ("", *join.take_plan(plan, [lost]))
     say("plan", pickle.dumps((plan, process_groups.created_groups(), at)))
     process_groups.recover(2)
-    end(error=error, in_store=in_store, waited_s=waited_s, alone=alone, pair=total(pair))
-"""
+    return pair, alone
 
 
-def replace_lost(ranks: TorchRanks, lost: int, **env: str) -> list[dict[str, Any]]:
-    """Start a process in the place of the lost rank once the others are ready; all results."""
+def loses(lost: int, address: str) -> None:
+    """A rank is lost, by a kill or by its cable; a new process takes its place on another host."""
+    pair, alone = (None, 0.0) if is_new else survive_loss(lost)
+    group = dist.new_group()
+    assert total() == total(group) == 6.0  # no rank ends while another one still connects
+    assert group.size() == 3
+    assert pair is None or total(pair) == alone
+    assert [place.host for place in this_rank().topology.ranks] == [
+        "elsewhere" if r == lost else "here" for r in range(3)
+    ]
+    assert os.environ["LOCAL_WORLD_SIZE"] == ("1" if rank == lost else "2")
+    assert os.environ["GROUP_WORLD_SIZE"] == "2"
+    assert os.environ["MASTER_ADDR"] == address
+    assert rank != lost or os.environ["LOCAL_RANK"] == "0"
+    assert len(set(everyone(os.environ["MASTER_PORT"]))) == 1
+    is_holder = everyone(common_store.where() == common_store._own_address())
+    assert is_holder.index(True) == (1 if lost == 0 else 0)
+
+
+def replace_lost(ranks: TorchRanks, lost: int, **env: str) -> None:
+    """Start a process in the place of the lost rank once the others are ready."""
     said = [pickle.loads(ranks.wait_for("plan", r)) for r in range(ranks.size) if r != lost]
     assert len({str(at) for _, _, at in said}) == 1
-    ranks.replace(
-        lost, 2, said[0][0], merge_groups(groups for _, groups, _ in said), said[0][2], **env
-    )
-    return ranks.results()
-
-
-def check_lost(
-    results: list[dict[str, Any]], lost: int, address_of_rank_0: str = "127.0.0.1"
-) -> None:
-    others = [result for rank, result in enumerate(results) if rank != lost]
-    for rank, result in enumerate(results):
-        assert (result["world"], result["later"]) == (6.0, 3)
-        assert result["hosts"] == ["elsewhere" if r == lost else "here" for r in range(3)]
-        assert result["environment"][1:3] == ["1" if rank == lost else "2", "2"]
-        assert result["environment"][3] == address_of_rank_0
-    assert results[lost]["environment"][0] == "0"
-    assert len({result["environment"][4] for result in results}) == 1
-    assert [result["holder"] for result in results].index(True) == (1 if lost == 0 else 0)
-    for result in others:
-        assert result["error"] == "RuntimeError"
-        assert bool(result["in_store"]) == (lost == 0)
-        assert result["waited_s"] < 20
-        assert result["alone"] == [6.0 - lost - 1.0] * 2
-        assert result["pair"] == 6.0 - lost - 1.0
+    plan, _, at = said[0]
+    ranks.replace(lost, 2, plan, merge_groups(groups for _, groups, _ in said), at, **env)
+    ranks.results()
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.faults)])
 def test_a_killed_rank_is_replaced_over_a_port(tmp_path: Path, lost: int) -> None:
     """Whether or not it held the store: the others are whole without it and with a new one."""
-    with TorchRanks(tmp_path, 3, LOST, TEST_ADDRESS="127.0.0.1", LOST=str(lost)) as ranks:
+    given = {"lost": lost, "address": "127.0.0.1"}
+    with TorchRanks(tmp_path, 3, loses, arguments=given, TEST_ADDRESS="127.0.0.1") as ranks:
         for rank in range(3):
             ranks.wait_for("made", rank)
         ranks.kill(lost)
-        (tmp_path / f"lost.{lost}").touch()
-        results = replace_lost(ranks, lost)
-
-    check_lost(results, lost)
+        replace_lost(ranks, lost)
 
 
 @pytest.mark.skipif(bool(support_hosts.missing()), reason=support_hosts.missing())
 def test_ranks_of_a_host_that_is_cut_off_are_replaced_on_another(tmp_path: Path) -> None:
     """Nobody is told of the cut: the others' collective is broken off, and no store waits on."""
     with support_hosts.Hosts(2) as hosts:
-        address = hosts.address("node2")
         first, second = (
             f"/proc/{hosts.popen(node, ['sleep', '300']).pid}/ns/net" for node in hosts.nodes
         )
         ranks = TorchRanks(
-            tmp_path, 3, LOST, LOST="0", TEST_ADDRESS=hosts.address("node1"),
-            TEST_NETWORKS=f"{first} {second} {second}", GLOO_SOCKET_IFNAME="eth0",
+            tmp_path, 3, loses, arguments={"lost": 0, "address": hosts.address("node2")},
+            TEST_ADDRESS=hosts.address("node1"), TEST_NETWORKS=f"{first} {second} {second}",
+            GLOO_SOCKET_IFNAME="eth0",
         )  # fmt: skip
         with ranks:
             for rank in range(3):
                 ranks.wait_for("made", rank)
             hosts.cut("node1")
-            (tmp_path / "lost.0").touch()
-            results = replace_lost(ranks, 0, TEST_NETWORKS=f"{second} {second} {second}")
-
-    check_lost(results, 0, address)
+            ranks.tell("dead", 0)
+            replace_lost(ranks, 0, TEST_NETWORKS=f"{second} {second} {second}")

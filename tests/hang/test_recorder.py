@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import mmap
-import textwrap
+import threading
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from nbdist.hang import call_log as layout
+from nbdist.hang.rank import rendezvous
 from nbdist.hang.records import Call, CallLog
+from tests.programs.rank import rank, say, total, wait_for
 from tests.support.ranks import until
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import Program, TorchRanks
 
 DEADLINE_S = 30.0
 
 
 class Peers(TorchRanks):
-    """Ranks whose boxes can be read without asking them, until they are told to go on."""
+    """Ranks whose boxes can be read without asking them, until they are told to go on. All say `ready`."""
 
-    def __init__(self, folder: Path, size: int, text: str) -> None:
-        joined = 'say("joined")\n' + textwrap.dedent(text)
-        super().__init__(folder, size, joined, NBDIST_RUN=str(folder))
-        for rank in range(size):
-            self.wait_for("joined", rank)
-
-    def tell(self, what: str) -> None:
-        """Let a rank go on that waits for this."""
-        (self.folder / f"{what}.test").touch()
+    def __init__(self, folder: Path, size: int, program: Program, **arguments: Any) -> None:
+        super().__init__(folder, size, program, arguments=arguments, NBDIST_RUN=str(folder))
+        for number in range(size):
+            self.wait_for("ready", number)
 
     def box(self, rank: int) -> CallLog:
         """Its box, read without asking it."""
@@ -43,67 +45,67 @@ class Peers(TorchRanks):
         return call
 
 
-@pytest.mark.parametrize(
-    ("program", "op", "detail", "number"),
-    [
-        ("dist.all_reduce(torch.ones(3), async_op=True).wait()", "all_reduce", "float32[3]", 2),
-        ("dist.irecv(torch.ones(2), 1).wait()", "irecv", "float32[2], src=1", 1),
-        ("dist.new_group([0, 1])", "new_group", "ranks 0-1", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.faults)
-            for case in (
-                ("dist.all_reduce(torch.ones(3))", "all_reduce", "float32[3]", 2),
-                ("dist.all_gather_object([None, None], 1)", "all_gather_object", "", 2),
-                ("dist.init_device_mesh('cpu', (2, 1))", "new_group", "", 2),
-            )
-        ),
-    ],
-)  # fmt: skip
-def test_blocked_rank_is_read_without_asking(
-    tmp_path: Path, program: str, op: str, detail: str, number: int
-) -> None:
+# Calls, and what a box has of each: operation, detail, number.
+BLOCKING: dict[str, tuple[Callable[[], object], str, str, int]] = {
+    "async": (
+        lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(), "all_reduce", "float32[3]", 2
+    ),
+    "irecv": (lambda: dist.irecv(torch.ones(2), 1).wait(), "irecv", "float32[2]", 1),
+    "group": (lambda: dist.new_group([0, 1]), "new_group", "ranks 0-1", 2),
+    "all_reduce": (lambda: dist.all_reduce(torch.ones(3)), "all_reduce", "float32[3]", 2),
+    "object": (lambda: dist.all_gather_object([None, None], 1), "all_gather_object", "", 2),
+    "mesh": (lambda: dist.init_device_mesh("cpu", (2, 1)), "new_group", "", 2),
+}  # fmt: skip
+MORE = [pytest.param(name, marks=pytest.mark.faults) for name in ("all_reduce", "object", "mesh")]
+
+
+def blocks(name: str) -> None:
+    """Rank 0 in one call, after a barrier."""
+    dist.barrier()
+    say("ready")
+    if rank == 0:
+        BLOCKING[name][0]()
+    wait_for("end", ["test"])
+
+
+@pytest.mark.parametrize("name", ["async", "irecv", "group", *MORE])
+def test_blocked_rank_is_read_without_asking(tmp_path: Path, name: str) -> None:
     """Rank 0 is blocked in C++; its box tells in what. Rank 1's tells that it made one call."""
-    text = f"""
-        dist.barrier()
-        say("made")
-        {program} if rank == 0 else wait_for("end", ["test"])
-    """
-    with Peers(tmp_path, 2, text) as peers:
-        peers.wait_for("made", 0)
-        peers.wait_for("made", 1)
+    with Peers(tmp_path, 2, blocks, name=name) as peers:
         call, other = peers.waiting(0), peers.box(1)
 
+    _, op, detail, number = BLOCKING[name]
     assert (call.op, call.number) == (op, number)
-    assert not detail or call.detail == detail.replace(", src=1", "")
+    assert detail in {call.detail, ""}
     assert call.place is not None
     assert call.peer == (1 if op == "irecv" else None)
     assert other.groups["0"].calls == 1
     assert other.waiting is None
 
 
+def transfers() -> None:
+    """Ranks 1 and 2 send to each other, in a group and by global rank."""
+    pair = dist.new_group([1, 2])
+    x = torch.ones(2)
+    if rank == 1:
+        dist.send(x, group=pair, group_dst=1)
+        dist.send(x, 2, pair)
+        dist.recv(x, group=pair)
+        dist.send_object_list(["x"], 2)
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 2)])[0].wait()
+    if rank == 2:
+        dist.recv(x, group=pair, group_src=0)
+        dist.irecv(x, 1, pair).wait()
+        dist.send(x, 1, pair)
+        dist.recv_object_list([None], 1)
+        dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0].wait()
+    say("ready")
+    wait_for("end", ["test"])
+
+
 def test_transfers_by_global_rank(tmp_path: Path) -> None:
     """In a group of ranks 1 and 2, group ranks become global; each end counts its direction."""
-    text = """
-        pair = dist.new_group([1, 2])
-        x = torch.ones(2)
-        if rank == 1:
-            dist.send(x, group=pair, group_dst=1)
-            dist.send(x, 2, pair)
-            dist.recv(x, group=pair)
-            dist.send_object_list(["x"], 2)
-            dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 2)])[0].wait()
-        if rank == 2:
-            dist.recv(x, group=pair, group_src=0)
-            dist.irecv(x, 1, pair).wait()
-            dist.send(x, 1, pair)
-            dist.recv_object_list([None], 1)
-            dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0].wait()
-        say("made")
-        wait_for("end", ["test"])
-    """
-    with Peers(tmp_path, 3, text) as peers:
-        for rank in range(3):
-            peers.wait_for("made", rank)
+    with Peers(tmp_path, 3, transfers) as peers:
         boxes = [peers.box(rank) for rank in range(3)]
     pair = next(name for name in boxes[1].groups if name != "0")
 
@@ -122,35 +124,41 @@ def test_transfers_by_global_rank(tmp_path: Path) -> None:
     assert [*boxes[0].groups] == ["0"]
 
 
+def cancel() -> None:
+    wait_for("cancel", ["test"])
+    rendezvous.cancel_meetings()
+
+
+def say_refusal(name: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except (KeyboardInterrupt, RuntimeError) as error:
+        say(name, f"{type(error).__name__}: {error}".encode())
+
+
+def meets() -> None:
+    """Rank 0 in vain, in each way, and then with rank 1."""
+    say("ready")
+    if rank == 0:
+        say_refusal("interrupted", lambda: dist.new_group([0, 1]))
+        threading.Thread(target=cancel).start()
+        say_refusal("cancelled", lambda: dist.new_group([0, 1]))
+        short = timedelta(seconds=0.2)
+        say_refusal("late", lambda: dist.new_group([0, 1], timeout=short))
+        say_refusal("refused", lambda: dist.all_reduce(torch.ones(1)))
+        rendezvous.forget_meetings()  # as a recovery does
+    wait_for(f"go{rank}", ["test"])
+    group = dist.new_group([0, 1])
+    say("total", str(total(group)).encode())
+    wait_for("end", ["test"])
+
+
 def test_meeting_ends_at_an_interrupt_and_at_an_abort(tmp_path: Path) -> None:
     """Alone in new_group: SIGINT raises KeyboardInterrupt, cancel_meetings RuntimeError.
 
     Neither is counted, and when all come the group is formed and its sum is right.
     """
-    text = """
-        from datetime import timedelta
-        from nbdist.hang.rank import rendezvous
-        def cancel():
-            wait_for("cancel", ["test"])
-            rendezvous.cancel_meetings()
-        def refused(call):
-            try:
-                call()
-            except (KeyboardInterrupt, RuntimeError) as error:
-                return f"{type(error).__name__}: {error}".encode()
-        if rank == 0:
-            say("interrupted", refused(lambda: dist.new_group([0, 1])))
-            threading.Thread(target=cancel).start()
-            say("cancelled", refused(lambda: dist.new_group([0, 1])))
-            say("late", refused(lambda: dist.new_group([0, 1], timeout=timedelta(seconds=0.2))))
-            say("refused", refused(lambda: dist.all_reduce(torch.ones(1))))
-            rendezvous.forget_meetings()  # as a recovery does
-        wait_for(f"go{rank}", ["test"])
-        group = dist.new_group([0, 1])
-        say("total", str(total(group)).encode())
-        wait_for("end", ["test"])
-    """
-    with Peers(tmp_path, 2, text) as peers:
+    with Peers(tmp_path, 2, meets) as peers:
         assert peers.waiting(0).op == "new_group"
         peers.interrupt(0)
         assert peers.wait_for("interrupted", 0).startswith(b"KeyboardInterrupt")
@@ -168,14 +176,16 @@ def test_meeting_ends_at_an_interrupt_and_at_an_abort(tmp_path: Path) -> None:
         assert [peers.box(rank).groups["0"].calls for rank in (0, 1)] == [1, 1]
 
 
+def meet_alone() -> None:
+    say("ready")
+    if rank < 2:
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        say("total", str(total(group)).encode())
+    wait_for("end", ["test"])
+
+
 def test_only_members_meet_when_they_say_so(tmp_path: Path) -> None:
     """use_local_synchronization=True: rank 2 never calls it, and the others' group works."""
-    text = """
-        if rank < 2:
-            group = dist.new_group([0, 1], use_local_synchronization=True)
-            say("total", str(total(group)).encode())
-        wait_for("end", ["test"])
-    """
-    with Peers(tmp_path, 3, text) as peers:
+    with Peers(tmp_path, 3, meet_alone) as peers:
         assert [peers.wait_for("total", rank) for rank in (0, 1)] == [b"3.0", b"3.0"]
         assert [peers.box(rank).groups["0"].calls for rank in range(3)] == [0, 0, 0]

@@ -183,7 +183,6 @@ def test_a_replaced_rank_trains_on_as_if_none_had_died(tmp_path: Path, static: b
         plan, groups = pickle.loads(ranks.wait_for("made", 0))
         ranks.wait_for("made", 1)
         ranks.kill(1)
-        (tmp_path / "died" / "dead.1").touch()
         ranks.replace(1, 1, plan, groups)
         died = ranks.results()
 

@@ -8,8 +8,8 @@ import json
 import marshal
 import os
 import pickle
-import signal  # noqa: F401  # for texts, which take all names from here
-import socket  # noqa: F401
+import signal
+import socket  # noqa: F401  # for texts, which take all names from here
 import sys
 import threading
 import time
@@ -140,6 +140,32 @@ def broken_off(call: Callable[[], Any], after: Callable[[], Any] = lambda: None)
         name = type(error).__name__
     thread.join()
     return name, count[0]
+
+
+def broken_off_on_0(call: Callable[[], Any], number: int = 1) -> tuple[str, int]:
+    """Rank 0 makes the call of `broken_off` alone; the others wait until it is out."""
+    if rank:
+        wait_for(f"out{number}", [0])
+        return "", 0
+    end = broken_off(call)
+    say(f"out{number}")
+    return end
+
+
+def is_interrupted(call: Callable[[], Any]) -> bool:
+    """Whether a call ends by an interrupt that comes while it waits; all ranks learn `pressed`."""
+
+    def press() -> None:
+        wait_asleep()
+        signal.raise_signal(signal.SIGINT)
+        say("pressed")
+
+    threading.Thread(target=press).start()
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def refusal(call: Callable[[], Any], *kinds: type[BaseException]) -> str:

@@ -147,8 +147,14 @@ class TorchRanks:
         self._processes[rank].send_signal(signal.SIGINT)
 
     def kill(self, rank: int) -> None:
+        """Kill a rank; the others are told with `dead`."""
         self._processes[rank].kill()
         self._processes[rank].wait()
+        self.tell("dead", rank)
+
+    def tell(self, name: str, rank: int | str = "test") -> None:
+        """Let ranks go on that wait for a word of a rank or of the test."""
+        (self.folder / f"{name}.{rank}").touch()
 
     def results(self, *ranks: int) -> list[dict[str, Any]]:
         """What the ranks ended with; of all ranks if none is named."""
