@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 
 
 class Peers(TorchRanks):
-    """Ranks whose boxes can be read without asking them, until they are told to go on. All say `ready`."""
+    """Ranks that say `ready`; their boxes can be read without asking them, until they go on."""
 
     def __init__(self, folder: Path, size: int, program: Program, **arguments: Any) -> None:
         super().__init__(folder, size, program, arguments=arguments, NBDIST_RUN=str(folder))
