@@ -2,9 +2,12 @@
 
 import copy
 import dataclasses
+import gc
 import os
+import random
 import re
 import signal
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,18 @@ from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.tp import tp
+from nbdist.strategy.choose import choose
 from nbdist.switch.rank import switch
 from tests.parity.cases import circuit
-from tests.programs.rank import n, rank, user
+from tests.programs.rank import n, rank, refusal, user
 from tests.programs.switching import (
     CLOSE,
+    Net,
     begin,
     fresh,
     identities,
     pick,
+    tokens,
     train,
     worst,
 )
@@ -56,8 +62,8 @@ def walk(strategies: dict[str, Any], path: list[str]) -> None:
     train(2)
     for after in path[1:]:
         name, given = strategies[after]
-        told = switch.switch(pick(name, **given))
-        assert told.stale == (), told
+        switched = switch.switch(pick(name, **given))
+        assert switched.stale == (), switched
         assert user.base.head.weight is user.base.embed.weight
         train(2)
         assert worst() <= CLOSE, (path, after)
@@ -95,7 +101,7 @@ def everything() -> tuple[Any, ...]:
 
 
 def broken(part: str, error: BaseException, to: str = "fsdp", *, on: Any = (1,)) -> str:
-    """A switch whose step fails, by default on rank 1 alone, changes nothing; what is told."""
+    """A switch whose step fails, by default on rank 1 alone, changes nothing; its text."""
     module: Any = {"fsdp": fsdp, "tp": tp}[to]
     real, before, text = module.STEP, everything(), ""
 
@@ -162,114 +168,109 @@ def an_interrupt_in_the_commit_waits_for_its_end() -> None:
     train(2)
 
 
-# What the user holds: names, lists, closures, attributes; memory, generators, notes. A text, as a
-# cell is: a function's frame would hold what the user has let go.
-NAMES = """
-    import copy, gc, random, weakref
-    from nbdist.switch.rank import switch
-    from tests.programs.switching import *
-    fresh()
-    class Trainer:
-        def __init__(self):
-            self.net = model
-            self.parts = list(model.parameters())
-    begin("ddp")
-    net = base
-    train(1)
-    trainer = Trainer()
-    params = list(model.parameters())
-    nested = {"decay": [p for p in params if p.dim() > 1], "model": model}
-    pair = (model, 1)
-    first_weight = params[0]
-    def step_with(model, params):
-        def step():
-            return model, params[0]
-        return step
-    stepper = step_with(model, params[:2])
-    def evaluate(inputs, network=model):
+class Trainer:
+    """As people write one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.net = model
+        self.parts = list(model.parameters())
+
+
+def step_with(model: nn.Module, params: list[nn.Parameter]) -> Any:
+    def step() -> Any:
+        return model, params[0]
+
+    return step
+
+
+def hold(model: nn.Module) -> None:
+    """By names, lists, closures and attributes, all of them the user's: no frame holds any."""
+
+    def evaluate(inputs: Any, network: nn.Module = model) -> Any:
         return network(inputs)
-    old = weakref.ref(params[-1])
-    state_before = copy.deepcopy(scheduler.state_dict())
-    random_before = (random.getstate(), torch.get_rng_state().tolist())
-    told = switch.switch(pick("fsdp"))
-    random_same = random_before == (random.getstate(), torch.get_rng_state().tolist())
-    result = dict(
-        rebound=told.rebound, lists=sorted(told.lists), stale=sorted(told.stale),
-        notes=told.notes, is_base=model is base and net is base,
-        is_new=all(a is b for a, b in zip(params, base.parameters(), strict=True)),
-        is_nested=nested["model"] is base and nested["decay"][0] is params[0],
-        is_first=first_weight is params[0],
-        is_closure=stepper()[1] is params[0],
-        is_trainer=trainer.parts[0] is params[0],
-        random_same=random_same, scheduler_same=state_before == scheduler.state_dict(),
-    )
-    try:
-        pair[0](tokens(0))
-    except NbdistError as error:
-        result["old_outer"] = str(error)
+
+    user.net = user.base
+    user.trainer, user.evaluate, user.pair = Trainer(model), evaluate, (model, 1)
+    user.params = list(model.parameters())
+    user.nested = {"decay": [p for p in user.params if p.dim() > 1], "model": model}
+    user.first_weight = user.params[0]
+    user.stepper = step_with(model, user.params[:2])
+
+
+def is_put_right(switched: Any) -> None:
+    """What can be is rebound, what cannot is named."""
+    assert list(switched.rebound) == ["model", "first_weight"]
+    assert sorted(switched.lists) == [
+        "nested", "nested['decay']", "params", "the closure of step_with.<locals>.step",
+        "trainer.parts",
+    ]  # fmt: skip
+    assert sorted(switched.stale) == [
+        "a default argument of hold.<locals>.evaluate (model)",
+        "pair[0] (model)",
+        "the closure of step_with.<locals>.step (model)",
+        "trainer.net (model)",
+    ]
+    assert [note.partition(": ")[2].partition(".")[0] for note in switched.notes] == ["first"]
+    assert user.model is user.net is user.nested["model"] is user.base
+    assert all(a is b for a, b in zip(user.params, user.base.parameters(), strict=True))
+    firsts = user.nested["decay"], user.trainer.parts, user.stepper()[1:], [user.first_weight]
+    assert all(parameters[0] is user.params[0] for parameters in firsts)
+
+
+def nothing_holds_what_was(last_weight: Any) -> None:
+    """As soon as the user has let go."""
+    del user.trainer, user.pair, user.stepper, user.evaluate
+    train(2)
+    parts = [weakref.ref(p._local_tensor) for p in user.base.parameters()]
+    parts += [weakref.ref(s["exp_avg"]._local_tensor) for s in user.optimizer.state.values()]
+    sharded = weakref.ref(user.base.blocks[0]._get_fsdp_state())
+    switched = switch.switch(pick("ddp"))
+    assert (list(switched.rebound), switched.stale) == (["model", "first_weight"], ())
+    assert user.net is user.base is not user.model
+    held = [gone() for gone in (sharded, last_weight, *parts)]
+    assert held == [None] * len(held)
+
+
+@on_ranks(2)
+def test_names_lists_and_memory() -> None:
+    """The user's names and lists are put right, the rest is named, and the old parts are freed."""
+    fresh()
+    begin("ddp")
+    train(1)
+    hold(user.model)
+    last_weight = weakref.ref(user.params[-1])
+    state_before = copy.deepcopy(user.scheduler.state_dict())
+    random_before = random.getstate(), torch.get_rng_state().tolist()
+    switched = switch.switch(pick("fsdp"))
+    assert random_before == (random.getstate(), torch.get_rng_state().tolist())
+    assert state_before == user.scheduler.state_dict()
+    is_put_right(switched)
+    old_outer = refusal(lambda: user.pair[0](tokens(0)))
+    assert "from before the switch away from ddp" in old_outer
     again = switch.switch(pick("fsdp"))
-    result["again"] = [again.notes, again.models, again.before == again.after]
-    # Memory: nothing holds what was, as the user let go.
-    del trainer, pair, stepper, evaluate, step_with
+    assert (list(again.notes), list(again.models)) == ([SAME], [])
+    assert again.before == again.after
+    nothing_holds_what_was(last_weight)
     train(2)
-    parts = [weakref.ref(p._local_tensor) for p in base.parameters()]
-    parts += [weakref.ref(s["exp_avg"]._local_tensor) for s in optimizer.state.values()]
-    sharded = weakref.ref(base.blocks[0]._get_fsdp_state())
-    told = switch.switch(pick("ddp"))
-    result["back"] = [told.rebound, told.stale, net is base, model is not base]
-    result["released"] = [sharded() is None, old() is None, all(part() is None for part in parts)]
+    user.model(tokens(0)).backward()
+    assert list(switch.switch(pick("zero1")).notes) == [CLEARED]
     train(2)
-    model(tokens(0)).backward()
-    result["graded"] = switch.switch(pick("zero1")).notes
-    train(2)
-    # The cell is run again: the old model goes, and is switched no more.
-    ghost = weakref.ref(base)
-    model = Net()
-    base = net = model
-    del optimizer, scheduler, params, nested, first_weight
+    a_cell_is_run_again()
+    assert worst() < CLOSE
+
+
+def a_cell_is_run_again() -> None:
+    """The old model goes, and is switched no more; so does one that nobody holds."""
+    ghost = weakref.ref(user.base)
+    user.model = user.base = user.net = Net()
+    del user.optimizer, user.scheduler, user.params, user.nested, user.first_weight
     begin("zero1")
     gc.collect()
-    result["ghost"] = ghost() is None
-    result["models"] = switch.switch(pick("fsdp")).models
-    # One that nobody holds is in no way, though Python has not collected it yet.
-    base.itself = base
-    del model, base, net, optimizer, scheduler
-    result["gone"] = switch.switch(choose("fsdp1", {}, n)).models
-    done(**result, worst=worst())
-"""
-
-
-def test_names_lists_and_memory(tmp_path: Path) -> None:
-    """The user's names and lists are put right, the rest is named, and the old parts are freed."""
-    results = run_ranks(tmp_path, 2, NAMES)
-
-    for result in results:
-        assert result["rebound"] == ["model", "first_weight"]
-        assert result["lists"] == [
-            "nested",
-            "nested['decay']",
-            "params",
-            "the closure of step_with.<locals>.step",
-            "trainer.parts",
-        ]
-        assert result["stale"] == [
-            "a default argument of evaluate (model)",
-            "pair[0] (model)",
-            "the closure of step_with.<locals>.step (model)",
-            "trainer.net (model)",
-        ]
-        holds = [key for key in result if key.startswith("is_")] + ["random_same", "scheduler_same"]
-        assert {key: result[key] for key in holds} == dict.fromkeys(holds, True)
-        assert "from before the switch away from ddp" in result["old_outer"]
-        assert result["again"] == [[SAME], [], True]
-        assert result["back"] == [["model", "first_weight"], [], True, True]
-        assert result["released"] == [True, True, True]
-        assert [note.partition(": ")[2].partition(".")[0] for note in result["notes"]] == ["first"]
-        assert result["graded"] == [CLEARED]
-        assert result["ghost"]
-        assert result["models"] == ["model"]
-        assert result["gone"] == []
-        assert result["worst"] < CLOSE
+    assert ghost() is None
+    assert list(switch.switch(pick("fsdp")).models) == ["model"]
+    user.base.itself = user.base  # Python has not collected it yet
+    del user.model, user.base, user.net, user.optimizer, user.scheduler
+    assert list(switch.switch(choose("fsdp1", {}, n)).models) == []
 
 
 class Shadow:
@@ -329,9 +330,9 @@ def test_copies_of_a_model_are_named() -> None:
     copies_follow(of_copies, states)
 
 
-def copies_follow(told: str, states: list[list[torch.Tensor]]) -> None:
-    """What is told lets the first follow; the other likewise."""
-    exec(re.search("follow: (.*)", told)[1], vars(user))
+def copies_follow(note: str, states: list[list[torch.Tensor]]) -> None:
+    """What the note says lets the first follow; the other likewise."""
+    exec(re.search("follow: (.*)", note)[1], vars(user))
     user.ema.module = user.accelerator.prepare(user.ema.module.module)
     user.shadow = Shadow(user.model)
     notes = []

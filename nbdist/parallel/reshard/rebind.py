@@ -101,9 +101,10 @@ def rebind(
     user = namespace.everything()
     fresh = {id(pair.old): pair.new for pair in (*dead, *modules)}
     report = RebindReport()
-    for name, value in list(user.items()):
-        if id(value) in fresh and name not in excluded:
-            user[name] = fresh[id(value)]
+    # No loop over values: this frame would hold the last one, which nobody else may hold now.
+    for name in [name for name, value in user.items() if id(value) in fresh]:
+        if name not in excluded:
+            user[name] = fresh[id(user[name])]
             if _is_shown(name):
                 report.names.append(name)
     for name, container in _plain_in(user):
