@@ -1,477 +1,360 @@
 """A checkpoint that any number of ranks has saved is loaded by any other, under any strategy."""
 
+import functools
+import gc
 import json
+import os
+import pickle
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from nbdist.checkpoint.rank import jobs, write
+from nbdist.checkpoint.rank import load as loading
+from nbdist.checkpoint.rank.load import load
+from nbdist.checkpoint.rank.save import begin
+from nbdist.errors import CheckpointError, NbdistError
+from tests.programs import saving
+from tests.programs.optimizers import PlainSGD
+from tests.programs.rank import everyone, n, rank, refusal, run_dir
+from tests.programs.saving import CLOSE, accelerator, is_same, made, run, save, steps, values
+from tests.programs.training import Net, labels, tokens, use
 from tests.support.kernel import run_python
-from tests.support.torch_ranks import TorchRanks
-from tests.support.training import MODEL, SAVED
+from tests.support.torch_ranks import on_ranks
 
-CLOSE = 2e-6
-# Many saves in one cluster, each on the disk.
-LIMIT_S = 160.0
-SHALLOW = {"BLOCKS": "2"}
-
-PARTS = (
-    SAVED
-    + """
-    import functools
-    from nbdist.checkpoint.rank import jobs, load as loading, save as saving
-    folder = os.environ["FOLDER"]
-    gc.collect(); gc.freeze()  # what torch brings is not looked at again and again
-
-    def save(path, is_async=False):
-        "Saves, and waits on all ranks until rank 0 has put it in its place."
-        begun = saving.begin(path, path, is_async)
-        state = jobs.wait(path)
-        dist.barrier()
-        assert state.state == "done", state
-        return begun, state
-
-    load = loading.load
-
-    def tell(texts, what):
-        "Does it, and adds that it is done, or what it has raised."
-        try:
-            what()
-            texts.append("done")
-        except NbdistError as error:
-            texts.append(f"{type(error).__name__}: {error}")
-
-    def values_of(parts):
-        return {k: v.clone() for k, v in accelerator.get_state_dict(parts[0]).items()}
-
-    def is_same(parts, before):
-        return all(torch.equal(v, before[k]) for k, v in values_of(parts).items())
-
-    def first(name, options, kind):
-        "Three steps, a checkpoint, and three more, with the random numbers that come after it."
-        use(name, **options)
-        parts = made(0, kind)
-        loop = iter(parts[3])
-        run(parts, (next(loop) for _ in range(3)))
-        save(f"{folder}/{name}{kind.__name__}")
-        drawn = torch.rand(3).tolist()
-        return run(parts, loop), drawn
-
-    def second(name, options, kind, source):
-        "Other weights, then the checkpoint, and the three steps that came after it."
-        use(name, **options)
-        parts = made(rank + 5, kind)
-        ids = [id(group) for group in parts[1].optimizer.param_groups]
-        parameters = [id(p) for p in parts[0].parameters()]
-        loaded = load(f"{folder}/{source}{kind.__name__}")
-        drawn = torch.rand(3).tolist()
-        assert ids == [id(group) for group in parts[1].optimizer.param_groups]
-        assert parameters == [id(p) for p in parts[0].parameters()]
-        assert parts[4].n == 3
-        return run(parts, parts[3]), drawn, loaded.notes
-
-    def pairs():
-        results = {}
-        for name, options, kind in json.loads(os.environ["SAVED"]):
-            results[f"{name}{kind}"] = tried(first, name, options, globals()[kind])
-        return results
-"""
-)
-# No nbdist: what anybody with torch can do.
+# No nbdist: what anybody with torch can do. One file of it all, and one tensor of the folder.
 PLAIN = """
-import json, sys, torch
+import sys, torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 folder, out = sys.argv[1:]
 dcp_to_torch_save(folder, out)
 whole = torch.load(out, weights_only=True)
-name = "model.tied.blocks.0.mlp.up_proj.weight"
-part = {name: torch.empty(32, 16)}
+part = {"model.tied.blocks.0.mlp.up_proj.weight": torch.empty(32, 16)}
 dcp.load(part, checkpoint_id=folder)
-model = whole["model"]["tied"]
-steps = whole["optimizer"]["adamw"]["tied"]
+model, steps = whole["model"]["tied"], whole["optimizer"]["adamw"]["tied"]["head.bias"]
 assert "nbdist" not in sys.modules
-print(json.dumps({
-    "names": sorted(model), "tied": torch.equal(model["embed.weight"], model["head.weight"]),
-    "same": torch.equal(part[name], model["blocks.0.mlp.up_proj.weight"]),
-    "moments": sorted(steps["head.bias"]), "step": steps["head.bias"]["step"].item(),
-}))
+assert torch.equal(model["embed.weight"], model["head.weight"])
+assert torch.equal(*part.values(), model["blocks.0.mlp.up_proj.weight"])
+assert "spare" not in model, sorted(model)
+assert {"scale", "blocks.1.attention.k_proj.bias"} <= model.keys(), sorted(model)
+assert sorted(steps) == ["exp_avg", "exp_avg_sq", "step"], steps
+assert steps["step"].item() == 3, steps
 """
 
 
-TWO = """
-    saved, loaded = pairs(), {}
-    for name, options, kind, source in json.loads(os.environ["LOADED"]):
-        result = tried(second, name, options, globals()[kind], source)
-        loaded[f"{name}{kind} {source}{kind}"] = result
-    done(saved=saved, loaded=loaded)
-"""
+def batches_after(path: str, loader: Any) -> Any:
+    """The loader goes on by itself; generators do where there are as many ranks as saved it."""
+    notes = load(path).notes
+    if n == 2:
+        assert not notes
+    else:
+        assert notes[0].startswith("random generators are unchanged: saved on 2 ranks")
+    return loader
 
 
-def check(saved: dict[str, Any], loaded: dict[str, Any], *, is_same_size: bool) -> None:
-    """What was loaded goes on as what was saved did: losses, data, rates, random numbers."""
-    for row, result in loaded.items():
-        assert not isinstance(result, str), f"{row}\n{result}"
-        source = saved[row.split()[1]]
-        assert not isinstance(source, str), source
-        losses, drawn, notes = result
-        assert losses == pytest.approx(source[0], abs=CLOSE), row
-        if is_same_size:
-            assert drawn == source[1], row
-            assert notes == []
-        else:
-            assert notes[0].startswith("random generators are unchanged: saved on 2 ranks")
+def saves_and_loads(**given: Any) -> saving.Curves:
+    return saving.goes_on(**given, save=save, load=batches_after)
 
 
-_LOADED = [("ddp", "Net", "fsdp"), ("fsdp", "Tied", "pp"), ("tp", "Net", "zero1")]
-_MORE = [("zero1", "Net", "fsdp"), ("pp", "Net", "fsdp"), ("fsdp", "Net", "zero1")]
+_LOADED = [("ddp", {}, "Net", "fsdp"), ("fsdp", {}, "Tied", "pp"), ("tp", {}, "Net", "zero1")]
+_MORE = [("zero1", {}, "Net", "fsdp"), ("pp", {}, "Net", "fsdp"), ("fsdp", {}, "Net", "zero1")]
 
 
-@pytest.mark.parametrize("pairs", [_LOADED, pytest.param(_MORE, marks=pytest.mark.parity)])
-def test_a_checkpoint_goes_on_under_another_strategy(
-    tmp_path: Path, pairs: list[tuple[str, str, str]]
-) -> None:
+@pytest.mark.parametrize("loaded", [_LOADED, pytest.param(_MORE, marks=pytest.mark.parity)])
+def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path, loaded: list[Any]) -> None:
     """Weights, moments, groups, rate, position in the data, own objects, generators; tied ones."""
     saved = [("fsdp", {}, "Net"), ("pp", {}, "Tied"), ("zero1", {}, "Net")]
-    loaded = [(name, {}, kind, source) for name, kind, source in pairs]
-    env = {"FOLDER": str(tmp_path / "states"), **SHALLOW}
-    cases = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
-    with TorchRanks(tmp_path / "run", 2, MODEL + PARTS + TWO, LIMIT_S, **env, **cases) as ranks:
-        for result in ranks.results():
-            check(result["saved"], result["loaded"], is_same_size=True)
-    _plain_torch_reads(tmp_path / "states" / "ppTied", tmp_path / "whole.pt")
-
-
-def _plain_torch_reads(folder: Path, out: Path) -> None:
-    """Without nbdist a process makes one file of it, and loads a tensor; tied names are there."""
-    ended = run_python("-W", "ignore", "-c", PLAIN, str(folder), str(out))
-
+    saving.on(tmp_path, 2, saves_and_loads, saved, loaded, BLOCKS="2")
+    paths = str(tmp_path / "ppTied"), str(tmp_path / "whole.pt")
+    ended = run_python("-W", "ignore", "-c", PLAIN, *paths)
     assert ended.returncode == 0, ended.stderr
-    printed = json.loads(ended.stdout.splitlines()[-1])
-    assert printed["tied"]
-    assert printed["same"]
-    assert "spare" not in printed["names"]
-    assert {"scale", "embed.weight", "head.weight", "blocks.1.attention.k_proj.bias"} <= set(
-        printed["names"]
-    )
-    assert printed["moments"] == ["exp_avg", "exp_avg_sq", "step"]
-    assert printed["step"] == 3
 
 
 @pytest.mark.parity
 def test_another_number_of_ranks_loads_it_and_plain_torch_too(tmp_path: Path) -> None:
     """Saved on two ranks, loaded on four and on one; read whole without nbdist."""
-    env = {"FOLDER": str(tmp_path / "states"), "SAVED": "[]"}
     saved = [("fsdp", {}, "Net"), ("pp", {}, "Tied"), ("fsdp1", {}, "Net"), ("tp", {}, "Net")]
-    text = MODEL + PARTS + "\n    done(saved=pairs())"
-    cases = env | {"SAVED": json.dumps(saved)}
-    with TorchRanks(tmp_path / "two", 2, text, LIMIT_S, **cases) as ranks:
-        first = ranks.results()[0]["saved"]
-    plans = {
-        4: [
-            ("fsdp", {"tp": 2}, "Net", "fsdp"),
-            ("fsdp", {"pp": 2}, "Tied", "pp"),
-            ("fsdp1", {}, "Net", "tp"),
-            ("zero1", {}, "Net", "fsdp1"),
-        ],
-        1: [("single", {}, "Net", "fsdp1"), ("single", {}, "Tied", "pp")],
-    }
-    for size, loaded in plans.items():
-        env["LOADED"] = json.dumps(loaded)
-        with TorchRanks(
-            tmp_path / f"run{size}", size, MODEL + PARTS + TWO, LIMIT_S, **env
-        ) as ranks:
-            for result in ranks.results():
-                check(first, result["loaded"], is_same_size=False)
+    curves = saving.on(tmp_path, 2, saves_and_loads, saved, [])
+    four = [
+        ("fsdp", {"tp": 2}, "Net", "fsdp"),
+        ("fsdp", {"pp": 2}, "Tied", "pp"),
+        ("fsdp1", {}, "Net", "tp"),
+        ("zero1", {}, "Net", "fsdp1"),
+    ]
+    alone = [("single", {}, "Net", "fsdp1"), ("single", {}, "Tied", "pp")]
+    for size, loaded in ((4, four), (1, alone)):
+        saving.on(tmp_path, size, saves_and_loads, [], loaded, curves=curves)
 
 
-BESIDE = """
+class Odd:
+    """An object of the user's whose state is no plain data."""
+
+    def state_dict(self):
+        return {"f": {"g": [1, saving.Counter()]}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def an_odd_object_is_refused(path: str) -> None:
+    odd = Odd()
+    accelerator().register_for_checkpointing(odd)
+    text = refusal(lambda: begin(path, "two", False))
+    assert "objects.1.1.f.g.1 (tests.programs.saving.Counter) cannot be saved" in text
+
+
+@on_ranks(2, BLOCKS="2")
+def test_a_save_beside_training_and_saves_that_fail() -> None:
+    """It holds what was there when it began; what fails leaves the earlier one whole."""
+    folder = run_dir / "states"
+    path = str(folder / "beside")
     use("fsdp")
     parts = made(0, Net)
     run(parts, list(parts[3])[:2])
-    before = values_of(parts)
-    saving.begin(f"{folder}/beside", "one", True)
-    texts = []
-    attempt = functools.partial(tell, texts)
-    attempt(lambda: load(f"{folder}/beside"))
+    before = values(parts[0])
+    begin(path, "one", True)
+    refusal(lambda: load(path))  # or none, where the save is faster
     run(parts, list(parts[3])[:2])
-    saved = jobs.wait("one")
+    assert jobs.wait("one").state == "done"
     dist.barrier()
-    run(parts, [list(parts[3])[0]])
-    load(f"{folder}/beside")
-    same = is_same(parts, before)
-
-    # What was there before stays whole where a save fails.
-    class Odd:
-        def state_dict(self):
-            return {"f": {"g": [1, Counter()]}}
-        def load_state_dict(self, state):
-            pass
-    odd = Odd()
-    accelerator.register_for_checkpointing(odd)
-    attempt(lambda: saving.begin(f"{folder}/beside", "two", False))
-    del odd
+    run(parts, list(parts[3])[:1])
+    load(path)
+    assert is_same(parts[0], before)
+    an_odd_object_is_refused(path)
     gc.collect()
-    # A rank that is told to stop, and one that writes something else than it was given.
-    saving.begin(f"{folder}/beside", "three", False)
-    jobs.stop("three", "somebody asked for it") if rank == 1 else None
+    saves_that_fail(path)
+    load(path)
+    assert [entry.name for entry in folder.iterdir()] == ["beside"]
+
+
+def saves_that_fail(path: str) -> None:
+    """Of a rank that is told to stop, and of one that writes something else than it was given."""
+    begin(path, "three", False)
+    if rank == 1:
+        jobs.stop("three", "somebody asked for it")
     jobs.wait("three")
     state = jobs.state("three")
     dist.barrier()
-    from nbdist.checkpoint.rank import write as checkpoint_write
-    is_equal = checkpoint_write._is_equal
-    if rank == 1:
-        checkpoint_write._is_equal = lambda data, wanted: False
-    saving.begin(f"{folder}/beside", "four", False)
-    torn = jobs.wait("four")
-    checkpoint_write._is_equal = is_equal
-    dist.barrier()
-    attempt(lambda: load(f"{folder}/beside"))
-    left = sorted(path.name for path in Path(folder).iterdir())
-    beside = dict(texts=texts, state_beside=saved.state, same=same,
-                  state=[state.state, state.failure],
-                  torn=torn.failure, left=left)
-    del parts
+    if state.state == "failed":  # it may have been faster
+        assert "somebody asked for it" in state.failure
+    is_equal = write._is_equal
+    with mock.patch.object(write, "_is_equal", lambda *both: rank == 0 and is_equal(*both)):
+        begin(path, "four", False)
+        torn = jobs.wait("four").failure
+    assert "differs in" in torn
+    assert torn.startswith("rank 1: ")
+    assert everyone(torn) == [torn, torn]
+
+
+class Rows(PlainSGD):
+    """Keeps a number for each row, as Adafactor does, which prepare refuses under fsdp."""
+
+    def step_one(self, p, gradient, state, rate):
+        state["rows"] = gradient.abs().mean(-1)
+        super().step_one(p, gradient, state, rate)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), amsgrad=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rows": Rows,
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.01),
+}
+
+
+def prepared(seed: int, kind: str) -> Any:
     gc.collect()
-"""
+    torch.manual_seed(seed)
+    net = Net()
+    return accelerator().prepare(net, OPTIMIZERS[kind](net.parameters()))
 
 
-def test_a_save_beside_training_and_saves_that_fail(broken: list[dict[str, Any]]) -> None:
-    """It holds what was there when it began; what fails leaves the earlier one whole."""
-    first, second = (result["beside"] for result in broken)
-
-    assert (first["state_beside"], second["state_beside"]) == ("done", "done")
-    assert first["same"]
-    assert second["same"]
-    assert first["left"] == ["beside"]
-    assert "objects.1.1.f.g.1 (__main__.Counter) cannot be saved" in first["texts"][1]
-    assert first["texts"][2] == "done"
-    if first["state"][0] == "failed":  # it may have been faster
-        assert "somebody asked for it" in first["state"][1]
-    assert "differs in" in first["torn"]
-    assert first["torn"] == second["torn"]
-    assert first["torn"].startswith("rank 1: ")
+def after_a_save(kind: str) -> list[float]:
+    use("ddp")
+    parts = prepared(0, kind)
+    steps(accelerator(), *parts)
+    save(f"{run_dir}/{kind}")
+    return steps(accelerator(), *parts)
 
 
-OPTIMIZERS = """
-    O = torch.optim
-    kinds = {
-        "sgd": lambda p: O.SGD(p, lr=0.05, momentum=0.9),
-        "amsgrad": lambda p: O.Adam(p, lr=torch.tensor(0.01), amsgrad=True),
-        "adafactor": lambda p: O.Adafactor(p, lr=0.01),
-        "lbfgs": lambda p: O.LBFGS(p, lr=0.01),
-    }
-    def prepared(seed, kind):
-        torch.manual_seed(seed)
-        net = Net()
-        return accelerator.prepare(net, kinds[kind](net.parameters()))
-    def steps(parts, n=2):
-        model, optimizer = parts
-        def closure():
-            optimizer.zero_grad()
-            loss = model(tokens[:8], labels=labels[:8])
-            accelerator.backward(loss)
-            return loss
-        return [optimizer.step(closure).item() for _ in range(n)]
-    texts, same = {}, {}
-    for kind in kinds:
-        use("ddp")
-        parts = prepared(0, kind)
-        steps(parts)
-        try:
-            save(f"{folder}/{kind}")
-        except NbdistError as error:
-            texts[kind] = str(error)
-            continue
-        after = steps(parts)
-        for name in ("ddp", "zero1", "fsdp"):
-            del parts
-            gc.collect()
-            use(name)
-            parts = prepared(3, kind)
-            try:
-                load(f"{folder}/{kind}")
-                same[kind + name] = max(abs(a - b) for a, b in zip(after, steps(parts)))
-            except NbdistError as error:
-                texts[kind + name] = str(error)
-    del parts
+def after_a_load(kind: str, name: str) -> list[float]:
+    use(name)
+    parts = prepared(3, kind)
+    load(f"{run_dir}/{kind}")
+    return steps(accelerator(), *parts)
+
+
+@pytest.mark.parity
+@on_ranks(2)
+def test_optimizers_of_every_form() -> None:
+    """SGD's momentum, a rate that is a tensor; factors go where they can, a history nowhere."""
+    for kind, names in (
+        ("sgd", ("ddp", "zero1", "fsdp")),
+        ("amsgrad", ("ddp", "zero1", "fsdp")),
+        ("adafactor", ("ddp", "zero1")),
+        ("rows", ("ddp", "zero1")),
+    ):
+        wanted = after_a_save(kind)
+        for name in names:
+            assert after_a_load(kind, name) == pytest.approx(wanted, abs=CLOSE), (kind, name)
+    text = refusal(lambda: after_a_load("rows", "fsdp"))
+    assert "which cannot be sharded as the strategy requires" in text
+    text = refusal(lambda: after_a_save("lbfgs"))
+    assert "LBFGS keeps" in text
+    assert "cannot be saved in parts" in text
+
+
+class Judge(Net):
+    """Another model."""
+
+
+def several(seed: int) -> Callable[[], list[float]]:
+    """Two models with an optimizer each, and one of both; what trains them."""
     gc.collect()
-"""
+    torch.manual_seed(seed)
+    pairs = []
+    for kind in (Net, Judge):
+        net = kind()
+        pairs.append(accelerator().prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01)))
+    both = [p for model, _ in pairs for p in accelerator().unwrap_model(model).parameters()]
+    of_both = accelerator().prepare(torch.optim.SGD(both, lr=0.01, momentum=0.9))
 
-
-SEVERAL = """
-    class Judge(Net):
-        pass
-    def several(seed, kinds):
-        torch.manual_seed(seed)
-        prepared = {}
-        for kind in kinds:
-            net = kind()
-            prepared[kind.__name__] = accelerator.prepare(net, O.AdamW(net.parameters(), lr=0.01))
-        bases = [accelerator.unwrap_model(model) for model, _ in prepared.values()]
-        both = [p for base in bases for p in base.parameters()]
-        prepared["both"] = accelerator.prepare(O.SGD(both, lr=0.01, momentum=0.9))
-        return prepared
-    def rounds(prepared):
+    def train() -> list[float]:
         losses = []
-        for kind in ("Net", "Judge"):
-            model, optimizer = prepared[kind]
+        for model, optimizer in pairs:
             loss = model(tokens[:8], labels=labels[:8])
-            accelerator.backward(loss)
+            accelerator().backward(loss)
             optimizer.step()
             losses.append(loss.item())
-        prepared["both"].step()
-        for kind in ("Net", "Judge"):
-            prepared[kind][1].zero_grad()
+        of_both.step()
+        for _, optimizer in pairs:
+            optimizer.zero_grad()
         return losses
-    use("fsdp")
-    parts = several(0, (Net, Judge))
-    rounds(parts)
-    save(folder + "/several")
-    wanted = [rounds(parts), rounds(parts)]
-    del parts
-    gc.collect()
-    use("zero1")
-    parts = several(5, (Net, Judge))
-    load(folder + "/several")
-    got = [rounds(parts), rounds(parts)]
-    names = {saved["kind"]: saved["names"][0][0] for saved in
-             json.loads((Path(folder) / "several/nbdist.json").read_text())["optimizers"]}
-    done(texts=texts, same=same, wanted=wanted, got=got, names=names)
-"""
 
-
-@pytest.fixture(scope="module")
-def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What rank 0 of two tells of optimizers of every form, and of several models."""
-    folder = tmp_path_factory.mktemp("forms")
-    text = MODEL + PARTS + OPTIMIZERS + SEVERAL
-    with TorchRanks(folder / "run", 2, text, LIMIT_S, FOLDER=str(folder / "states")) as ranks:
-        return ranks.results()[0]
+    return train
 
 
 @pytest.mark.parity
-def test_several_models_and_an_optimizer_of_both(forms: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_several_models_and_an_optimizer_of_both() -> None:
     """Each finds its own, by the names of models."""
-    assert forms["names"] == {"AdamW": "judge.embed.weight", "SGD": "net.embed.weight"}
-    for wanted, got in zip(forms["wanted"], forms["got"], strict=True):
-        assert got == pytest.approx(wanted, abs=CLOSE)
-
-
-@pytest.mark.parity
-def test_optimizers_of_every_form(forms: dict[str, Any]) -> None:
-    """SGD's momentum, a rate that is a tensor; factors go where they can, a history nowhere."""
-    assert set(forms["same"]) == {
-        *(kind + name for kind in ("sgd", "amsgrad") for name in ("ddp", "zero1", "fsdp")),
-        "adafactorddp", "adafactorzero1",
-    }  # fmt: skip
-    assert max(forms["same"].values()) <= CLOSE
-    assert set(forms["texts"]) == {"lbfgs", "adafactorfsdp"}
-    assert "LBFGS keeps" in forms["texts"]["lbfgs"]
-    assert "cannot be saved in parts" in forms["texts"]["lbfgs"]
-    assert "which cannot be sharded as the strategy requires" in forms["texts"]["adafactorfsdp"]
-
-
-WRONG = """
-    texts = []
-    attempt = functools.partial(tell, texts)
     use("fsdp")
-    attempt(lambda: load(f"{folder}/nothing"))
-    parts = made(0, Net)
-    run(parts, list(parts[3])[:1])
-    where = f"{folder}/one"
-    save(where)
-    del parts
-    gc.collect()
+    train = several(0)
+    train()
+    save(f"{run_dir}/several")
+    wanted = train() + train()
+    del train
+    use("zero1")
+    train = several(5)
+    load(f"{run_dir}/several")
+    assert train() + train() == pytest.approx(wanted, abs=CLOSE)
+    manifest = json.loads((run_dir / "several/nbdist.json").read_text())
+    names = {saved["kind"]: saved["names"][0][0] for saved in manifest["optimizers"]}
+    assert names == {"AdamW": "judge.embed.weight", "SGD": "net.embed.weight"}
 
-    def wide():
-        return Net(width=32)
-    parts = made(0, wide)
-    before = values_of(parts)
-    attempt(lambda: load(where))
-    is_unchanged = [is_same(parts, before)]
-    del parts
-    gc.collect()
-    parts = made(0, Tied)
-    attempt(lambda: load(where))
-    del parts
-    gc.collect()
-    net = Net()
-    parts = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    attempt(lambda: load(where))
-    attempt(lambda: loading.load(where, True))
-    attempt(lambda: load(f"{folder}/nothing"))
-    # What fails on one rank alone.
-    del parts, net
-    gc.collect()
+
+@on_ranks(2, BLOCKS="2")
+def test_what_does_not_fit_is_refused_with_the_reason() -> None:
+    """Shapes, names, classes, damage, a pickle that would run something: nothing is changed."""
+    path = str(run_dir / "one")
+    use("fsdp")
+    nothing = refusal(lambda: load(f"{path} more"), CheckpointError)
+    assert "does not exist" in nothing or "No model is prepared" in nothing
+    for part in (a_save, of_another_shape, of_other_names, of_another_class):
+        part(path)
+        gc.collect()
     parts = made(4, Net)
     run(parts, list(parts[3])[:1])
-    before = values_of(parts)
-    moments = accelerator.unwrap_model(parts[0]).head.weight
-    moments = parts[1].optimizer.state[moments]["exp_avg"].to_local().clone()
-    fill = loading._fill
-    def broken(*args):
-        fill(*args)
-        raise NbdistError("the cable is out")
-    if rank == 1:
-        loading._fill = broken
-    attempt(lambda: load(where))
-    loading._fill = fill
-    is_unchanged.append(is_same(parts, before))
-    state = parts[1].optimizer.state[accelerator.unwrap_model(parts[0]).head.weight]
-    is_unchanged.append(torch.equal(moments, state["exp_avg"].to_local()))
-    file = Path(where) / "__1_0.distcp"
+    fails_on_one_rank(path, parts)
+    damage_is_named(Path(path))
+
+
+def a_save(path: str) -> None:
+    parts = made(0, Net)
+    run(parts, list(parts[3])[:1])
+    save(path)
+
+
+def of_another_shape(path: str) -> None:
+    parts = made(0, functools.partial(Net, width=32))
+    before = values(parts[0])
+    text = refusal(lambda: load(path))
+    assert "embed.weight is (24, 16) in the checkpoint and (24, 32) here" in text
+    assert "Nothing was changed" in text
+    assert is_same(parts[0], before)
+
+
+def of_other_names(path: str) -> None:
+    parts = made(0, saving.Tied)
+    assert "scale is not in the checkpoint" in refusal(lambda: load(path))
+    assert parts
+
+
+def of_another_class(path: str) -> None:
+    """The model alone fits."""
+    net = Net()
+    parts = accelerator().prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert "AdamW in the checkpoint, SGD here" in refusal(lambda: load(path))
+    load(path, True)
+    assert "does not exist" in refusal(lambda: load(f"{path} more"))
+    assert parts
+
+
+def fails_on_one_rank(path: str, parts: Any) -> None:
+    weight = accelerator().unwrap_model(parts[0]).head.weight
+    moments = parts[1].optimizer.state[weight]["exp_avg"].to_local().clone()
+    before, fill = values(parts[0]), loading._fill
+
+    def broken(*args: Any) -> Any:
+        filled = fill(*args)
+        if rank == 1:
+            raise NbdistError("the cable is out")
+        return filled
+
+    with mock.patch.object(loading, "_fill", broken):
+        text = refusal(lambda: load(path))
+    assert "the cable is out" in text
+    assert rank == 1 or "failed on rank 1, so no rank went on" in text
+    assert is_same(parts[0], before)
+    weight = accelerator().unwrap_model(parts[0]).head.weight
+    assert torch.equal(moments, parts[1].optimizer.state[weight]["exp_avg"].to_local())
+
+
+class Bad:
+    def __reduce__(self):
+        return os.system, (f"touch {run_dir}/ran",)
+
+
+def plant(folder: Path) -> None:
+    """A pickle that runs a program, with its checksum."""
+    bad = pickle.dumps(Bad())
+    (folder / ".metadata").write_bytes(bad)
+    manifest = json.loads((folder / "nbdist.json").read_text())
+    for entry in manifest["files"]:
+        if entry["name"] == ".metadata":
+            entry |= {"size_bytes": len(bad), "checksum": f"crc32:{zlib.crc32(bad):08x}"}
+    (folder / "nbdist.json").write_text(json.dumps(manifest))
+
+
+def damage_is_named(folder: Path) -> None:
+    file = folder / "__1_0.distcp"
     data = file.read_bytes()
     dist.barrier()
     if rank == 0:
         file.write_bytes(data[:-5] + b"abcde")
     dist.barrier()
-    attempt(lambda: load(where))
+    assert "__1_0.distcp has changed" in refusal(lambda: load(str(folder)))
     if rank == 0:
         file.write_bytes(data)
-        import pickle, zlib
-        class Bad:
-            def __reduce__(self):
-                return os.system, ("touch " + folder + "/ran",)
-        bad = pickle.dumps(Bad())
-        (Path(where) / ".metadata").write_bytes(bad)
-        manifest = json.loads((Path(where) / "nbdist.json").read_text())
-        for entry in manifest["files"]:
-            if entry["name"] == ".metadata":
-                entry |= {"size_bytes": len(bad), "checksum": f"crc32:{zlib.crc32(bad):08x}"}
-        (Path(where) / "nbdist.json").write_text(json.dumps(manifest))
+        plant(folder)
     dist.barrier()
-    attempt(lambda: loading.load(where, True))
-    ran = os.path.exists(folder + "/ran")
-    done(beside=beside, texts=texts, ran=ran, is_unchanged=is_unchanged)
-"""
-
-
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks tell of saves and loads that fail."""
-    folder = tmp_path_factory.mktemp("broken")
-    env = {"FOLDER": str(folder / "states"), **SHALLOW}
-    with TorchRanks(folder / "run", 2, MODEL + PARTS + BESIDE + WRONG, LIMIT_S, **env) as ranks:
-        return ranks.results()
-
-
-def test_what_does_not_fit_is_refused_with_the_reason(broken: list[dict[str, Any]]) -> None:
-    """Shapes, names, classes, damage, a pickle that would run something: nothing is changed."""
-    first, second = broken
-    texts = first["texts"]
-    assert texts[0].startswith("CheckpointError: ")
-    assert "does not exist" in texts[0] or "No model is prepared" in texts[0]
-    assert "embed.weight is (24, 16) in the checkpoint and (24, 32) here" in texts[1]
-    assert "Nothing was changed" in texts[1]
-    assert "scale is not in the checkpoint" in texts[2]
-    assert "AdamW in the checkpoint, SGD here" in texts[3]
-    assert texts[4] == "done"
-    assert "does not exist" in texts[5]
-    assert "the cable is out" in texts[6]
-    assert "failed on rank 1, so no rank went on" in texts[6]
-    assert "__1_0.distcp has changed" in texts[7]
-    assert "posix.system" in texts[8]
-    assert first["is_unchanged"] == second["is_unchanged"] == [True, True, True]
-    assert not first["ran"]
-    assert "NbdistError: the cable is out" in second["texts"][6]
+    assert "posix.system" in refusal(lambda: load(str(folder), True))
+    assert not (run_dir / "ran").exists()

@@ -1,162 +1,140 @@
 """PEFT's adapters, alone and merged, under each strategy that trains them, as PEFT loads them."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
-from tests.support.torch_ranks import NEEDS_PEFT, TorchRanks
-from tests.support.training import MODEL
+from nbdist.checkpoint.rank.export_weights import export_model
+from nbdist.parallel import registry
+from nbdist.parallel.accelerator.accelerator import Accelerator
+from tests.programs.rank import rank, refusal, run_dir
+from tests.programs.saving import llama_config, logits
+from tests.programs.training import use
+from tests.support.torch_ranks import NEEDS_PEFT, on_ranks
 
 pytestmark = NEEDS_PEFT
 
-TEXT = """
-    import copy
-    import json
-    from nbdist.checkpoint.rank import export_weights as weights
-    from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    folder = Path(os.environ["FOLDER"])
-    KINDS = {
-        "lora": dict(target_modules=["q_proj", "down_proj"], lora_bias=False),
-        "dora": dict(target_modules=["v_proj"], use_dora=True, modules_to_save=["lm_head"]),
-        "bias": dict(target_modules=["o_proj", "embed_tokens"], bias="lora_only"),
-    }
-
-    def llama():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
-            attention_bias=True, tie_word_embeddings=False,
-        ))
-
-    def adapted(kind):
-        "As it is after training: PEFT begins with adapters that change nothing."
-        options = {"task_type": "CAUSAL_LM", "r": 4, "init_lora_weights": False} | KINDS[kind]
-        model = get_peft_model(llama(), LoraConfig(**options))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) / 10)
-        return model
-
-    def configured(path):
-        "PEFT keeps names in sets, which are in no certain order."
-        values = json.loads((path / "adapter_config.json").read_text())
-        return {name: sorted(v) if isinstance(v, list) else v for name, v in values.items()}
-
-    ids = torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(1))
-
-    def logits(model):
-        with torch.no_grad():
-            return model.eval()(ids).logits
-
-    def exported(strategy, kind):
-        use(strategy)
-        alone = adapted(kind)
-        wanted, plain = logits(alone), logits(llama())
-        model = Accelerator().prepare(adapted(kind))
-        before = {n: p.detach().clone() for n, p in registry.prepared_of(model).parameters.items()}
-        adapter = weights.export_model(model, folder / f"{strategy}-{kind}")
-        merged = weights.export_model(model, folder / f"{strategy}-{kind}-merged", is_merged=True)
-        after = registry.prepared_of(model).parameters
-        loaded = PeftModel.from_pretrained(llama(), str(Path(adapter.path).parent))
-        whole, info = AutoModelForCausalLM.from_pretrained(
-            Path(merged.path).parent, output_loading_info=True
-        )
-        stored = folder / f"peft-{strategy}-{kind}"
-        if rank == 0:
-            alone.save_pretrained(stored)
-        names = sorted(path.name for path in Path(adapter.path).parent.iterdir())
-        return {
-            "titles": [adapter.model, merged.model],
-            "names": names,
-            "config": rank or configured(Path(adapter.path).parent) == configured(stored),
-            "tensors": rank or load_file(adapter.path).keys() == load_file(
-                stored / "adapter_model.safetensors").keys(),
-            "adapter": torch.equal(logits(loaded), wanted),
-            "merged": torch.allclose(logits(whole), wanted, atol=1e-6),
-            "counts": not torch.allclose(plain, wanted, atol=1e-3),
-            "loading": [len(info[key]) for key in ("missing_keys", "unexpected_keys")],
-            "kept": all(a.is_meta or bool((a == before[n]).all()) for n, a in after.items()),
-            "unmerged": not any(
-                getattr(module, "merged", False) for module in
-                registry.prepared_of(model).base.modules()
-            ),
-        }
-"""
-SOME = [("ddp", "dora"), ("fsdp", "bias"), ("pp", "lora")]
-OTHERS = [("ddp", "lora"), ("fsdp", "dora"), ("fsdp1", "lora")]
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "down_proj"], "lora_bias": False},
+    "dora": {"target_modules": ["v_proj"], "use_dora": True, "modules_to_save": ["lm_head"]},
+    "bias": {"target_modules": ["o_proj", "embed_tokens"], "bias": "lora_only"},
+}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[SOME, pytest.param(OTHERS, marks=pytest.mark.parity)],
+def llama() -> Any:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(llama_config(attention_bias=True))
+
+
+def adapted(kind: str) -> Any:
+    """As it is after training: PEFT begins with adapters that change nothing."""
+    from peft import LoraConfig, get_peft_model
+
+    options = {"task_type": "CAUSAL_LM", "r": 4, "init_lora_weights": False} | KINDS[kind]
+    model = get_peft_model(llama(), LoraConfig(**options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 10)
+    return model
+
+
+def configured(folder: Path) -> dict[str, Any]:
+    """PEFT keeps names in sets, which are in no certain order."""
+    values = json.loads((folder / "adapter_config.json").read_text())
+    return {name: sorted(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("ddp", "dora"), ("fsdp", "bias"), ("pp", "lora")],
+        pytest.param(
+            [("ddp", "lora"), ("fsdp", "dora"), ("fsdp1", "lora")], marks=pytest.mark.parity
+        ),
+    ],
     ids=["some", "others"],
 )
-def told(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """What rank 0 reports."""
-    folder = tmp_path_factory.mktemp("exports")
-    text = MODEL + TEXT + f"    exports = [exported(*case) for case in {request.param!r}]\n"
-    env = {"FOLDER": str(folder / "weights"), "HF_HUB_OFFLINE": "1"}
-    with TorchRanks(folder / "run", 2, text + REFUSED, **env) as ranks:
-        return ranks.results()[0]
-
-
+@on_ranks(2, HF_HUB_OFFLINE="1")
 def test_an_adapter_is_what_peft_loads_alone_and_what_transformers_loads_merged(
-    told: dict[str, Any],
+    cases: list[tuple[str, str]],
 ) -> None:
     """Every logit is that of the model in one process; the model on the ranks stays unmerged."""
-    for export in told["exports"]:
-        assert export["titles"] == ["adapter default of LlamaForCausalLM", "LlamaForCausalLM"]
-        assert export["names"] == ["adapter_config.json", "adapter_model.safetensors"]
-        assert export["loading"] == [0, 0]
-        shown = ("config", "tensors", "adapter", "merged", "counts", "kept", "unmerged")
-        assert {name: bool(export[name]) for name in shown} == dict.fromkeys(shown, True)
+    for strategy, kind in cases:
+        use(strategy)
+        alone = adapted(kind)
+        assert not torch.allclose(logits(llama()), logits(alone), atol=1e-3)
+        model = Accelerator().prepare(adapted(kind))
+        parameters = registry.prepared_of(model).parameters
+        before = {name: p.detach().clone() for name, p in parameters.items()}
+        folder = run_dir / f"{strategy}-{kind}"
+        is_loaded_by_peft(model, folder, alone)
+        is_loaded_merged(model, run_dir / f"{strategy}-{kind}-merged", logits(alone))
+        prepared = registry.prepared_of(model)
+        for name, p in prepared.parameters.items():
+            assert p.is_meta or bool((p == before[name]).all()), name
+        assert not any(getattr(part, "merged", False) for part in prepared.base.modules())
 
 
-REFUSED = """
-    folder = folder / "refused"
+def is_loaded_by_peft(model: nn.Module, folder: Path, alone: Any) -> None:
+    from peft import PeftModel
 
-    def refused(model, **options):
-        try:
-            weights.export_model(model, folder / "x", **options)
-        except NbdistError as error:
-            return str(error)
-        return "nothing was refused"
+    exported = export_model(model, folder)
+    assert exported.model == "adapter default of LlamaForCausalLM"
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded = PeftModel.from_pretrained(llama(), str(folder))
+    assert torch.equal(logits(loaded), logits(alone))
+    stored = folder.with_suffix(f".peft{rank}")
+    alone.save_pretrained(stored)
+    assert configured(folder) == configured(stored)
+    tensors = load_file(stored / "adapter_model.safetensors")
+    assert load_file(exported.path).keys() == tensors.keys()
 
+
+def is_loaded_merged(model: nn.Module, folder: Path, wanted: torch.Tensor) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert export_model(model, folder, is_merged=True).model == "LlamaForCausalLM"
+    whole, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.allclose(logits(whole), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["pp", pytest.param("fsdp1", marks=pytest.mark.parity)])
+@on_ranks(2, HF_HUB_OFFLINE="1")
+def test_what_cannot_be_written_so_is_refused_with_a_reason(strategy: str) -> None:
+    """And transformers' own way to have adapters is exported as PEFT's is."""
+    from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+
+    use(strategy)
+    folder = run_dir / "refused"
+
+    def refused(model: nn.Module, **options: Any) -> str:
+        return refusal(lambda: export_model(model, folder / "x", **options))
+
+    text = refused(llama(), is_merged=True)
+    assert "LlamaForCausalLM has no adapters of PEFT to merge" in text
     two = adapted("lora")
     two.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     two.base_model.set_adapter(["default", "other"])
-    prefix = get_peft_model(
-        llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    )
+    assert "2 adapters are active: default, other" in refused(two)
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    prefix = get_peft_model(llama(), config)
+    assert "PEFT computes prompt_embeddings" in refused(prefix)
+    assert "cannot be merged into weights" in refused(prefix, is_merged=True)
     integrated = llama()
     integrated.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    written = weights.export_model(integrated, folder / "integrated")
-    fresh = llama()
-    fresh.load_adapter(str(Path(written.path).parent))
-    done(
-        exports=exports,
-        texts=[
-            refused(llama(), is_merged=True), refused(two), refused(prefix),
-            refused(prefix, is_merged=True),
-        ],
-        left=sorted(path.name for path in folder.iterdir()),
-        integrated=torch.equal(logits(fresh), logits(integrated)),
-    )
-"""
-
-
-def test_what_cannot_be_written_so_is_refused_with_a_reason(told: dict[str, Any]) -> None:
-    """And transformers' own way to have adapters is exported as PEFT's is."""
-    assert "LlamaForCausalLM has no adapters of PEFT to merge" in told["texts"][0]
-    assert "2 adapters are active: default, other" in told["texts"][1]
-    assert "PEFT computes prompt_embeddings" in told["texts"][2]
-    assert "cannot be merged into weights" in told["texts"][3]
-    assert told["left"] == ["integrated"]
-    assert told["integrated"]
+    written = export_model(integrated, folder / "integrated")
+    loaded = llama()
+    loaded.load_adapter(str(Path(written.path).parent))
+    assert torch.equal(logits(loaded), logits(integrated))
+    assert [path.name for path in folder.iterdir()] == ["integrated"]

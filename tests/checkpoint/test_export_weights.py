@@ -1,213 +1,203 @@
 """Weights in one file, under every kind of strategy, as transformers and plain torch read them."""
 
+import shutil
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.torch_ranks import TorchRanks
-from tests.support.training import MODEL
+from nbdist.checkpoint.folder import explain_errors
+from nbdist.checkpoint.rank import export_weights
+from nbdist.checkpoint.rank.export_weights import export_model
+from nbdist.checkpoint.rank.safetensors_file import WeightsFile
+from nbdist.errors import NbdistError
+from nbdist.parallel import registry
+from nbdist.parallel.accelerator.accelerator import Accelerator
+from tests.programs import saving
+from tests.programs.rank import rank, refusal, run_dir
+from tests.programs.training import use
+from tests.support.torch_ranks import on_ranks
 
-TEXT = """
-    from nbdist.checkpoint.rank import export_weights as weights
-    from nbdist.checkpoint.rank.safetensors_file import WeightsFile
-    from safetensors import safe_open
-    from safetensors.torch import load_file, load_model
-    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = Path(os.environ["FOLDER"])
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    def gpt2():
-        return GPT2LMHeadModel(GPT2Config(
-            vocab_size=96, n_positions=16, n_embd=32, n_layer=2, n_head=4,
-            bos_token_id=1, eos_token_id=2,
-        ))
+    sizes = {"vocab_size": 96, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
 
-    def llama():
-        config = LlamaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
-            tie_word_embeddings=False,
-        )
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
-    ids = torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(1))
+def llama() -> Any:
+    from transformers import AutoModelForCausalLM
 
-    def exported(kind, name):
-        "A file that transformers loads, with every value of the model in one process."
-        use(name)
-        torch.manual_seed(0)
-        alone = kind().eval()
-        wanted = alone.state_dict()
-        torch.manual_seed(rank)  # rank 0's values count
-        model = Accelerator().prepare(kind())
-        result = weights.export_model(model, folder / f"{kind.__name__}-{name}")
-        path = Path(result.path)
-        loaded = AutoModelForCausalLM.from_pretrained(path.parent).eval()
-        state = loaded.state_dict()
-        same = state.keys() == wanted.keys()
-        same = same and all(torch.equal(state[key], wanted[key]) for key in wanted)
-        with torch.no_grad():
-            logits = torch.equal(loaded(ids).logits, alone(ids).logits)
-        with safe_open(path, "pt") as file:
-            names, metadata = sorted(file.keys()), file.metadata()
-        return {
-            "type": type(loaded).__name__, "model": result.model, "same": same, "logits": logits,
-            "names": names, "metadata": metadata, "count": result.tensors, "tied": result.tied,
-            "dtype": str(next(loaded.parameters()).dtype),
-            "left": sorted(entry.name for entry in path.parent.iterdir()),
-            "size": result.size_bytes == path.stat().st_size,
-        }
-"""
-SOME = ("gpt2 fsdp", "llama tp", "gpt2 pp")
-OTHERS_OF_ALL = ("gpt2 ddp", "gpt2 tp", "llama ddp", "llama fsdp", "llama pp")
+    return AutoModelForCausalLM.from_config(saving.llama_config(), dtype=torch.bfloat16)
+
+
+def exported(kind: Any, name: str) -> tuple[Any, nn.Module]:
+    """A file that transformers loads, with every value of the model in one process."""
+    from transformers import AutoModelForCausalLM
+
+    use(name)
+    torch.manual_seed(0)
+    alone = kind().eval()
+    torch.manual_seed(rank)  # rank 0's values count
+    model = Accelerator().prepare(kind())
+    result = export_model(model, run_dir / f"{kind.__name__}-{name}")
+    path = Path(result.path)
+    loaded = AutoModelForCausalLM.from_pretrained(path.parent).eval()
+    state, wanted = loaded.state_dict(), alone.state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+    assert torch.equal(saving.logits(loaded), saving.logits(alone))
+    assert result.model == type(loaded).__name__
+    assert result.size_bytes == path.stat().st_size
+    left = sorted(entry.name for entry in path.parent.iterdir())
+    assert left == ["config.json", "generation_config.json", "model.safetensors"]
+    return result, loaded
 
 
 @pytest.mark.parametrize(
-    "cases", [SOME, pytest.param(OTHERS_OF_ALL, marks=pytest.mark.parity)], ids=["some", "others"]
+    "cases",
+    [
+        ["gpt2 fsdp", "llama tp", "gpt2 pp"],
+        pytest.param(
+            ["gpt2 ddp", "gpt2 tp", "llama ddp", "llama fsdp", "llama pp"],
+            marks=pytest.mark.parity,
+        ),
+    ],
+    ids=["some", "others"],
 )
-def test_transformers_loads_what_was_exported_under_each_strategy(
-    tmp_path: Path, cases: tuple[str, ...]
-) -> None:
+@on_ranks(2, HF_HUB_OFFLINE="1")
+def test_transformers_loads_what_was_exported_under_each_strategy(cases: list[str]) -> None:
     """A tied GPT-2 and a bf16 Llama: names, dtypes and every value are those of one process."""
-    calls = ", ".join("exported({}, {!r})".format(*case.split()) for case in cases)
-    text = TEXT + f"    done(exports=[{calls}])\n"
-    env = {"FOLDER": str(tmp_path / "weights"), "HF_HUB_OFFLINE": "1"}
-    with TorchRanks(tmp_path / "run", 2, MODEL + text, **env) as ranks:
-        first, second = ranks.results()
-
-    assert first == second
-    for case, export in zip(cases, first["exports"], strict=True):
-        if case.startswith("gpt2"):
-            assert (export["type"], export["dtype"]) == ("GPT2LMHeadModel", "torch.float32")
-            assert export["tied"] == ["lm_head.weight"]
-            tied = {"lm_head.weight": "transformer.wte.weight"}
-            assert export["metadata"] == {"format": "pt", **tied}
-            assert "lm_head.weight" not in export["names"]
+    for case in cases:
+        kind, name = case.split()
+        result, loaded = exported({"gpt2": gpt2, "llama": llama}[kind], name)
+        with safe_open(result.path, "pt") as file:
+            names, metadata = set(file.keys()), file.metadata()
+        assert result.tensors == len(names)
+        form = type(loaded).__name__, next(loaded.parameters()).dtype
+        if kind == "gpt2":
+            assert form == ("GPT2LMHeadModel", torch.float32)
+            assert list(result.tied) == ["lm_head.weight"]
+            assert metadata == {"format": "pt", "lm_head.weight": "transformer.wte.weight"}
+            assert "lm_head.weight" not in names
         else:
-            assert (export["type"], export["dtype"]) == ("LlamaForCausalLM", "torch.bfloat16")
-            assert export["tied"] == []
-            assert "lm_head.weight" in export["names"]
-        assert export["model"] == export["type"]
-        assert export["same"]
-        assert export["logits"]
-        assert export["size"]
-        assert export["count"] == len(export["names"])
-        assert export["left"] == ["config.json", "generation_config.json", "model.safetensors"]
+            assert form == ("LlamaForCausalLM", torch.bfloat16)
+            assert not result.tied
+            assert "lm_head.weight" in names
 
 
-OTHERS = """
-    import shutil
-    from unittest import mock
-    from nbdist.checkpoint.folder import explain_errors
-    weights.BATCH_BYTES = 2048
-    class Tied(Net):
-        "The head is the embedding; a buffer is saved and one is not."
-        def __init__(self):
-            super().__init__()
-            self.head.weight = self.embed.weight
-            self.register_buffer("scale", torch.ones(2) * 3)
-            self.register_buffer("count", torch.tensor(7))
-            self.register_buffer("spare", torch.ones(2), persistent=False)
+class Tied(saving.Tied):
+    """The head is the embedding; of three buffers one is not saved."""
 
-    class More(Tied):
-        "One state is no tensor, which no other program would understand."
-        def get_extra_state(self):
-            return {"a": 1}
-        def set_extra_state(self, state):
-            pass
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(7))
 
-    def refused(function, *args):
-        try:
-            function(*args)
-        except NbdistError as error:
-            return str(error)
-        return "nothing was refused"
 
-    def plain(name):
-        "safetensors' own load_model puts every value, the tied ones too, into a new module."
-        torch.manual_seed(0)
-        net = wanted = More()
-        if name == "own DDP":
-            model = DDP(net)
-        elif name == "own FSDP":
-            torch.manual_seed(0)
-            model = fully_shard(More())
-        elif name == "none":
-            model = net
-        else:
-            use(name)
-            torch.manual_seed(0)
-            model = Accelerator().prepare(More())
-        result = weights.export_model(model, folder / f"{name}.safetensors")
-        fresh = Tied()
-        load_model(fresh, result.path)
-        same = {
-            key: bool((value == wanted.state_dict()[key]).all())
-            for key, value in fresh.state_dict().items() if key != "_extra_state"
-        }
-        return [all(same.values()), len(same), result.tied, result.left_out, result.configs]
+class More(Tied):
+    """One state is no tensor, which no other program would understand."""
 
-    def broken(patch):
-        "What is refused while the file's class is changed; the old file stays."
-        with patch:
-            text = refused(weights.export_model, model, folder / "ddp.safetensors")
-        is_unchanged = load_file(folder / "ddp.safetensors")["scale"].tolist() == [3.0, 3.0]
-        hidden = sorted(path.name for path in folder.iterdir() if path.name[0] == ".")
-        return text, is_unchanged, hidden
+    def get_extra_state(self):
+        return {"a": 1}
 
-    plain_write = WeightsFile.write
-    def flipped(self, batch, values):
-        values = {k: v + 1 if k == "embed.weight" else v for k, v in values.items()}
-        plain_write(self, batch, values)
-    def full(self, batch, values):
-        with explain_errors(self._target):
-            raise OSError(28, "No space left on device")
-    def interrupted(self):
-        raise NbdistError("stopped here")
-    little = shutil.disk_usage("/")._replace(free=100)
-    breaks = [
-        mock.patch.object(WeightsFile, "write", flipped),
-        mock.patch.object(WeightsFile, "write", full),
-        mock.patch("shutil.disk_usage", return_value=little),
-        mock.patch.object(WeightsFile, "end", interrupted),
-    ]
+    def set_extra_state(self, state):
+        pass
 
-    kinds = ("zero1", "fsdp1", "none", "own DDP", "own FSDP", "ddp")
-    exports = {kind: plain(kind) for kind in kinds}
-    use("ddp")
+
+def placed(name: str) -> Any:
+    """By a strategy, by the user's code, or not at all."""
     torch.manual_seed(0)
-    model = Accelerator().prepare(More())
-    broke = [broken(patch) for patch in breaks]
-    odd = (
-        registry.prepared_of(model).base.blocks, nn.Linear(2 + rank, 2), nn.ReLU(),
-        nn.Linear(2, 2).to(torch.complex128),
-    )
-    odd = [refused(weights.export_model, model, folder / "x.safetensors") for model in odd]
-    done(exports=exports, broke=broke, odd=odd)
-"""
+    net = More()
+    if name == "own DDP":
+        return DistributedDataParallel(net)
+    if name == "own FSDP":
+        return fully_shard(net)
+    if name == "none":
+        return net
+    use(name)
+    return Accelerator().prepare(net)
 
 
-def test_any_other_model_is_exported_or_refused_with_a_reason(tmp_path: Path) -> None:
+def is_read_by_safetensors(name: str) -> nn.Module:
+    """Its own load_model puts every value, the tied ones too, into a new module."""
+    torch.manual_seed(0)
+    wanted = More().state_dict()
+    model = placed(name)
+    result = export_model(model, run_dir / f"{name}.safetensors")
+    net = Tied()
+    load_model(net, result.path)
+    state = net.state_dict()
+    assert len(state) == 37, name
+    assert all(torch.equal(value, wanted[key]) for key, value in state.items()), name
+    assert list(result.tied) == ["head.weight"], name
+    # fsdp1 lists tensors alone.
+    assert list(result.left_out) == ([] if name == "fsdp1" else ["_extra_state"]), name
+    assert not result.configs, name
+    return model
+
+
+WRITE = WeightsFile.write
+
+
+def flipped(file: WeightsFile, batch: Any, values: Any) -> None:
+    changed = {k: v + 1 if k == "embed.weight" else v for k, v in values.items()}
+    WRITE(file, batch, changed)
+
+
+def full(file: WeightsFile, batch: Any, values: Any) -> None:
+    with explain_errors(file._target):
+        raise OSError(28, "No space left on device")
+
+
+def breaks_off(model: nn.Module) -> None:
+    """A file that cannot be written, or is read back with another value."""
+    little = shutil.disk_usage("/")._replace(free=100)
+    stopped = NbdistError("stopped here")
+    path = run_dir / "ddp.safetensors"
+    for patch, words in (
+        (
+            mock.patch.object(WeightsFile, "write", flipped),
+            "384 of 384 values of embed.weight differ from the model's",
+        ),
+        (mock.patch.object(WeightsFile, "write", full), "the disk is full"),
+        (mock.patch("shutil.disk_usage", return_value=little), "only 100 are free there"),
+        (mock.patch.object(WeightsFile, "end", side_effect=stopped), "stopped here"),
+    ):
+        with patch:
+            text = refusal(lambda: export_model(model, path))
+        assert words in text
+        assert rank == 0 or "failed on rank 0" in text
+        assert load_file(path)["scale"].tolist() == [3.0, 3.0]
+        assert rank == 1 or not list(run_dir.glob(".*"))
+
+
+@on_ranks(2, BLOCKS="2")
+def test_any_other_model_is_exported_or_refused_with_a_reason() -> None:
     """What no strategy knows, what is sharded by the user's code, tied tensors, other states.
 
     And a file that cannot be written, or is read back with another value, leaves the earlier one
     and nothing else.
     """
-    env = {"FOLDER": str(tmp_path / "weights"), "HF_HUB_OFFLINE": "1", "BLOCKS": "2"}
-    with TorchRanks(tmp_path / "run", 2, MODEL + TEXT + OTHERS, **env) as ranks:
-        first, second = ranks.results()
-
-    for name, export in first["exports"].items():
-        left_out = [] if name == "fsdp1" else ["_extra_state"]  # it lists tensors alone
-        assert export == [True, 37, ["head.weight"], left_out, []], name
-    texts = [text for text, *_ in first["broke"]]
-    assert "384 of 384 values of embed.weight differ from the model's" in texts[0]
-    assert "the disk is full" in texts[1]
-    assert "only 100 are free there" in texts[2]
-    assert all("failed on rank 0" in text for text, *_ in second["broke"])
-    assert all(is_unchanged and hidden == [] for _, is_unchanged, hidden in first["broke"])
-    assert "ModuleList is a part of a prepared model (0.norm1" in first["odd"][0]
-    assert "rank 1's model differs from rank 0's: weight" in first["odd"][1]
-    assert "ReLU has no parameters" in first["odd"][2]
-    assert "weight has dtype complex128, which safetensors cannot store" in first["odd"][3]
+    export_weights.BATCH_BYTES = 2048
+    for name in ("zero1", "fsdp1", "none", "own DDP", "own FSDP", "ddp"):
+        model = is_read_by_safetensors(name)
+    breaks_off(model)
+    for part, words in (
+        (registry.prepared_of(model).base.blocks, "is a part of a prepared model (0.norm1"),
+        (nn.Linear(2 + rank, 2), "rank 1's model differs from rank 0's: weight"),
+        (nn.ReLU(), "ReLU has no parameters"),
+        (
+            nn.Linear(2, 2).to(torch.complex128),
+            "weight has dtype complex128, which safetensors cannot store",
+        ),
+    ):
+        text = refusal(lambda part=part: export_model(part, run_dir / "x.safetensors"))
+        assert words in text

@@ -4,14 +4,13 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
-from nbdist.checkpoint.rank import export_weights, jobs
-from nbdist.checkpoint.rank import load as loading
-from nbdist.checkpoint.rank import save as saving
+from nbdist.checkpoint.rank import export_weights
+from nbdist.checkpoint.rank.load import load
 from nbdist.parallel.accelerator.accelerator import Accelerator
 from tests.programs.rank import everyone, rank, run_dir
+from tests.programs.saving import save
 from tests.programs.training import Net, labels, tokens, use
 from tests.support.torch_ranks import on_ranks
 
@@ -55,14 +54,12 @@ def saved_under(name: str) -> list[list[str]]:
         warnings.simplefilter("always")
         state = accelerator.get_state_dict(model)
     assert all(torch.equal(state[key], mine[key]) for key in MOVED)
-    saved = saving.begin(str(run_dir / name), name, False)
-    jobs.wait(name)
-    dist.barrier()
+    saved = save(str(run_dir / name))
     exported = export_weights.export_model(model, run_dir / f"{name}.safetensors")
     are_rank_0s(load_file(exported.path), mine)
     for key in MOVED:
         getattr(base, key).fill_(-1.0)
-    loading.load(str(run_dir / name))
+    load(str(run_dir / name))
     are_rank_0s({key: getattr(base, key) for key in MOVED}, mine)
     of_save = [note for note in saved.notes if "buffers" in note]
     return [[str(warning.message) for warning in caught], of_save, list(exported.notes)]

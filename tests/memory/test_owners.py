@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.memory.rank.owners import StorageOwner, owners
-from nbdist.memory.snapshot import BUFFER, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
-from tests.support.torch_ranks import run_ranks
+from nbdist.memory.snapshot import BUFFER, COMMUNICATION, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
+from tests.programs.rank import rank, user
+from tests.support.torch_ranks import on_ranks
 
 
 @pytest.fixture
@@ -153,67 +156,35 @@ def test_a_leaf_that_is_no_parameter_has_a_gradient(names: dict[str, Any]) -> No
     assert of(UNKNOWN)["image"] == 24
 
 
-RANKS = """
-import collections
-from nbdist.memory.snapshot import CATEGORIES
-from nbdist.memory.rank import owners
-def sums():
-    "Category -> name -> bytes, of those with a model's name."
-    by_category = collections.defaultdict(dict)
-    for owner in owners.owners():
-        by_category[CATEGORIES[owner.category]][owner.name] = owner.size_bytes
-    return by_category
-def step(model, optimizer):
-    torch.manual_seed(rank)
-    model(torch.randn(4, 12)).sum().backward()
-    optimizer.step()
-torch.manual_seed(0)
-plain = DDP(torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 3)))
-optimizer = torch.optim.Adam(plain.parameters())
-step(plain, optimizer)
-ddp = sums()
-del plain, optimizer
-sharded = torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 3))
-fully_shard(sharded)
-optimizer = torch.optim.Adam(sharded.parameters())
-step(sharded, optimizer)
-fsdp = sums()
-sharded(torch.ones(1, 12))
-gathered = sums()
-done(ddp=ddp, fsdp=fsdp, gathered=gathered)
-"""
+def train_on_ranks(wrap: Any) -> None:
+    """A step of the user's model."""
+    layers = torch.nn.Linear(12, 7), torch.nn.Linear(7, 3)
+    user.model = wrap(torch.nn.Sequential(*layers))
+    user.optimizer = trained(user.model, 4, 12)
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks own under ddp, and FSDP2 before and after a forward."""
-    return run_ranks(tmp_path_factory.mktemp("owners"), 2, RANKS)
-
-
-def test_ddp_has_whole_parameters_and_its_buckets(two: list[dict[str, Any]]) -> None:
+@on_ranks(2)
+def test_ddp_has_whole_parameters_and_its_buckets() -> None:
     """Names without DDP's own, the buckets as large as all gradients together."""
+    train_on_ranks(DistributedDataParallel)
     whole = {"0.weight": 336, "0.bias": 28, "1.weight": 84, "1.bias": 12}
-    for result in two:
-        assert result["ddp"]["parameters"] == whole
-        assert result["ddp"]["gradients"] == whole
-        assert sum(result["ddp"]["communication"].values()) == sum(whole.values())
+    assert of(PARAMETER) == whole
+    assert of(GRADIENT) == whole
+    assert sum(of(COMMUNICATION).values()) == sum(whole.values())
 
 
-def test_fsdp_has_shards_with_their_padding(two: list[dict[str, Any]]) -> None:
-    """Seven rows are four on each of two ranks, three are two."""
+@on_ranks(2)
+def test_fsdp_has_shards_with_their_padding() -> None:
+    """Seven rows are four on each of two ranks, three are two; moments are of the rank's own."""
+    train_on_ranks(fully_shard)
     padded = {"0.weight": 4 * 12 * 4, "0.bias": 4 * 4, "1.weight": 2 * 7 * 4, "1.bias": 2 * 4}
-    for result in two:
-        assert result["fsdp"]["parameters"] == padded
-        assert "communication" not in result["fsdp"]
-        assert sum(result["gathered"]["communication"].values()) == 2 * sum(padded.values())
-        assert result["gathered"]["parameters"] == padded
-
-
-def test_fsdp_gradients_and_moments_are_those_of_the_shard(two: list[dict[str, Any]]) -> None:
-    """The rank's own rows."""
-    for rank, result in enumerate(two):
-        rows = {"0.weight": (4, 3)[rank] * 48, "0.bias": (4, 3)[rank] * 4}
-        moments = result["fsdp"]["optimizer state"]
-        assert {name: moments[f"{name}: exp_avg"] for name in rows} == rows
-        # FSDP2 reduces all gradients of a group into one storage: here every rank's halves.
-        assert result["fsdp"]["gradients"] == {"0.weight and 3 more": 272}
+    assert of(PARAMETER) == padded
+    assert not of(COMMUNICATION)
+    rows = {"0.weight": (4, 3)[rank] * 48, "0.bias": (4, 3)[rank] * 4}
+    moments = of(OPTIMIZER)
+    assert {name: moments[f"{name}: exp_avg"] for name in rows} == rows
+    # FSDP2 reduces all gradients of a group into one storage: here every rank's halves.
+    assert of(GRADIENT) == {"0.weight and 3 more": 272}
+    user.model(torch.ones(1, 12))
+    assert sum(of(COMMUNICATION).values()) == 2 * sum(padded.values())
+    assert of(PARAMETER) == padded

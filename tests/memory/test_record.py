@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
@@ -32,10 +34,11 @@ from nbdist.memory.snapshot import (
     RankMemory,
 )
 from nbdist.memory.timeline import is_in_use
+from nbdist.parallel.tensors import local_of
 from nbdist.recording.rank import cell_hook, steps
 from nbdist.variables import unpack
 from tests.support.recordings import Place, forbid_parsing, own_profiler
-from tests.support.torch_ranks import run_ranks
+from tests.support.torch_ranks import on_ranks
 
 Record = Callable[..., RankMemory]
 
@@ -417,53 +420,47 @@ def test_what_arrives_is_what_was_recorded(record: Record) -> None:
     assert unpack.unpack(memory_record.finish(()))["memory"].duration_ns == recorded.duration_ns
 
 
-RANKS = """
-from nbdist.memory import snapshot as s
-from nbdist.memory.rank import record as engine
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-def sums(tensors):
-    return sum(local(t).numel() * t.element_size() for t in tensors)
-def facts(outer):
-    optimizer = torch.optim.Adam(outer.parameters())
-    recording = engine._Recording(s.MemoryOptions(), "token")
+def recorded_on_ranks(wrap: Callable[[torch.nn.Sequential], Any]) -> tuple[RankMemory, int]:
+    """A training's, and the bytes of its parameters; at its end bytes are those of elements."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32)
+    model = wrap(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.Adam(model.parameters())
+    recording = memory_record._Recording(MemoryOptions(), "token")
     recording.start()
     for _ in range(3):
         optimizer.zero_grad()
-        outer(torch.randn(8, 32)).square().sum().backward()
+        model(torch.randn(8, 32)).square().sum().backward()
         optimizer.step()
     recording.stop()
-    memory = recording.memory()
-    parameters = list(outer.parameters())
-    states = [v for state in optimizer.state.values() for v in state.values()]
-    kinds = s.PARAMETER, s.GRADIENT, s.OPTIMIZER
-    expected = sums(parameters), sums(p.grad for p in parameters), sums(states)
-    b, end = memory.blocks, memory.phases[-1].end_ns
-    there = (b.start_ns <= end) & (b.end_ns > end) & b.is_exact
-    recorded = [int(b.size_bytes[there & (b.category == kind)].sum()) for kind in kinds]
-    sent = b.category == s.COMMUNICATION
-    return dict(recorded=recorded, expected=expected, sent=int(b.size_bytes[sent].sum()),
-                guessed=int(b.size_bytes[sent & ~b.is_exact].sum()),
-                steps=len(memory.step_ends_ns), problem=memory.problem)
-def net():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
-ddp = facts(DDP(net()))
-sharded = net()
-for layer in (sharded[0], sharded[2]):
-    fully_shard(layer)
-fully_shard(sharded)
-done(ddp=ddp, fsdp=facts(sharded))
-"""
+    memory, parameters = recording.memory(), [*model.parameters()]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    for category, tensors in (
+        (PARAMETER, parameters),
+        (GRADIENT, [p.grad for p in parameters]),
+        (OPTIMIZER, states),
+    ):
+        size_bytes = elements_bytes(local_of(tensor) for tensor in tensors)
+        assert total(memory, memory.phases[-1].end_ns, category) == size_bytes
+    assert (len(memory.step_ends_ns), memory.problem) == (3, "")
+    return memory, elements_bytes(map(local_of, parameters))
 
 
-def test_on_two_ranks_the_bytes_are_those_of_the_local_elements(tmp_path: Path) -> None:
+def sharded(model: torch.nn.Sequential) -> torch.nn.Module:
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@on_ranks(2)
+def test_on_two_ranks_the_bytes_are_those_of_the_local_elements() -> None:
     """At the end of the last step; DDP's buckets hold all gradients, FSDP gathers whole layers."""
     whole = 4 * (32 * 64 + 64 + 64 * 32 + 32)
-    for result in run_ranks(tmp_path, 2, RANKS):
-        for case, parts in (("ddp", 1), ("fsdp", 2)):
-            assert result[case]["recorded"] == result[case]["expected"]
-            assert result[case]["recorded"][0] == whole // parts
-            assert (result[case]["steps"], result[case]["problem"]) == (3, "")
-        assert result["ddp"]["sent"] >= whole
-        assert result["fsdp"]["guessed"] >= 3 * whole
+    ddp, size_bytes = recorded_on_ranks(DistributedDataParallel)
+    assert size_bytes == whole
+    sent = ddp.blocks.take(ddp.blocks.category == COMMUNICATION)
+    assert sent.size_bytes.sum() >= whole
+    fsdp, size_bytes = recorded_on_ranks(sharded)
+    assert size_bytes == whole // 2
+    sent = fsdp.blocks.take(fsdp.blocks.category == COMMUNICATION)
+    assert sent.size_bytes[~sent.is_exact].sum() >= 3 * whole

@@ -13,82 +13,44 @@ from nbdist.errors import NbdistError
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.accelerator import Accelerator
 from tests.programs.rank import rank, refusal
-from tests.programs.training import BATCH, Net, groups, labels, tokens, use
+from tests.programs.saving import Curves, accelerator, goes_on, is_same, on, steps, values
+from tests.programs.training import BATCH, Net, groups, tokens, use
 from tests.support.torch_ranks import on_ranks, run_ranks
 
-Curves = dict[str, list[float]]
+
+def batches_after(path: str, loader: Any) -> Any:
+    """The loader begins anew, so it is the user who leaves out what was trained on."""
+    accelerator().load_state(path)
+    return accelerator().skip_first_batches(loader, 3)
 
 
-def first(folder: str, name: str, options: dict[str, Any], kind: str) -> list[float]:
-    """Three steps, a state, and three more."""
-    from tests.programs import saving
-
-    use(name, **options)
-    parts = saving.made(0, getattr(saving, kind))
-    loop = iter(parts[3])
-    saving.run(parts, (next(loop) for _ in range(3)))
-    saving.accelerator.save_state(f"{folder}/{name}{kind}")
-    return saving.run(parts, loop)
-
-
-def second(folder: str, name: str, options: dict[str, Any], kind: str, source: str) -> list[float]:
-    """Other weights, then the state, and the three steps that came after it."""
-    from tests.programs import saving
-
-    use(name, **options)
-    parts = saving.made(rank + 5, getattr(saving, kind))
-    ids = [id(group) for group in parts[1].optimizer.param_groups]
-    saving.accelerator.load_state(f"{folder}/{source}{kind}")
-    assert ids == [id(group) for group in parts[1].optimizer.param_groups]
-    assert parts[4].n == 3
-    return saving.run(parts, saving.accelerator.skip_first_batches(parts[3], 3))
-
-
-def saves_and_loads(folder: str, saved: list[Any], loaded: list[Any], curves: Curves) -> Curves:
-    """What was loaded goes on as what was saved did."""
-    for name, options, kind in saved:
-        curves[name + kind] = first(folder, name, options, kind)
-    for name, options, kind, source in loaded:
-        losses = second(folder, name, options, kind, source)
-        assert losses == pytest.approx(curves[source + kind], abs=2e-6), (name, kind, source)
-    return curves
+def saves_and_loads(**given: Any) -> Curves:
+    return goes_on(**given, save=accelerator().save_state, load=batches_after)
 
 
 def also_misfits(folder: str, **given: Any) -> None:
     """A state of a smaller model, and none, are refused and change nothing."""
-    saves_and_loads(folder, **given)
-    from tests.programs.saving import accelerator
-
+    saves_and_loads(folder=folder, **given)
     use("ddp")
-    model = accelerator.prepare(Net(width=32))
-    before = {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}
+    model = accelerator().prepare(Net(width=32))
+    before = values(model)
 
     def refused(source: str) -> str:
         kinds = NbdistError, ValueError
-        return refusal(lambda: accelerator.load_state(f"{folder}/{source}"), *kinds)
+        return refusal(lambda: accelerator().load_state(f"{folder}/{source}"), *kinds)
 
     misfit = refused("fsdpNet")
     assert "does not fit Net: embed.weight has shape (24, 16) there and (24, 32) here" in misfit
     assert "and 29 more" in misfit
     assert "nowhere" in refused("nowhere")
-    assert all(torch.equal(v, before[k]) for k, v in accelerator.get_state_dict(model).items())
-
-
-def on(
-    folder: Path, size: int, saved: list[Any], loaded: list[Any], *,
-    program: Any = saves_and_loads, curves: Curves | None = None,
-) -> Curves:  # fmt: skip
-    """What was saved under one strategy, and loaded under another, on so many ranks."""
-    given = {"folder": str(folder), "saved": saved, "loaded": loaded, "curves": curves or {}}
-    blocks = "4" if size == 4 or curves else "2"
-    return run_ranks(folder / f"run{size}", size, program, arguments=given, BLOCKS=blocks)[0]
+    assert is_same(model, before)
 
 
 def test_a_state_goes_on_under_another_strategy(tmp_path: Path) -> None:
     """Weights, moments, groups, rate, order of the data, own objects; tied weights."""
     saved = [("fsdp", {}, "Net"), ("pp", {}, "Tied")]
     loaded = [("zero1", {}, "Net", "fsdp"), ("pp", {}, "Net", "fsdp"), ("fsdp", {}, "Tied", "pp")]
-    on(tmp_path, 2, saved, loaded, program=also_misfits)
+    on(tmp_path, 2, also_misfits, saved, loaded, BLOCKS="2")
 
     tensors = load_file(tmp_path / "ppTied" / "model.safetensors")
     assert ("embed.weight" in tensors) != ("head.weight" in tensors)
@@ -101,7 +63,8 @@ def test_a_state_goes_on_under_another_strategy(tmp_path: Path) -> None:
 def test_a_state_goes_from_fsdp1_and_to_it(tmp_path: Path) -> None:
     """The way round that a refused switch names; FSDP1 keeps all values in flat parameters."""
     saved = [("fsdp1", {"shard": "grad-op"}, "Tied"), ("zero1", {}, "Net")]
-    on(tmp_path, 2, saved, [("ddp", {}, "Tied", "fsdp1"), ("fsdp1", {}, "Net", "zero1")])
+    loaded = [("ddp", {}, "Tied", "fsdp1"), ("fsdp1", {}, "Net", "zero1")]
+    on(tmp_path, 2, saves_and_loads, saved, loaded, BLOCKS="2")
 
     tensors = load_file(tmp_path / "fsdp1Tied" / "model.safetensors")
     assert tensors["blocks.0.mlp.up_proj.weight"].shape == (32, 16)
@@ -113,21 +76,10 @@ def test_a_state_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
     """Saved on 4 ranks, by fsdp x tp and by 4 stages; loaded there otherwise, on 2 and on 1."""
     saved = [("fsdp", {"tp": 2}, "Net"), ("pp", {}, "Tied")]
     loaded = [("pp", {"tp": 2}, "Net", "fsdp"), ("zero1", {}, "Tied", "pp")]
-    curves = on(tmp_path, 4, saved, loaded)
+    curves = on(tmp_path, 4, saves_and_loads, saved, loaded)
     for size, name, other in ((2, "ddp", "fsdp"), (1, "single", "ddp")):
         loaded = [(name, {}, "Net", "fsdp"), (other, {}, "Tied", "pp")]
-        on(tmp_path, size, [], loaded, curves=curves)
-
-
-def steps(model: Any, optimizer: Any, accelerator: Any) -> list[float]:
-    losses = []
-    for _ in range(2):
-        loss = model(tokens[:BATCH], labels=labels[:BATCH])
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        on(tmp_path, size, saves_and_loads, [], loaded, curves=curves)
 
 
 def reads_accelerates_own(folder: str) -> None:
@@ -135,18 +87,18 @@ def reads_accelerates_own(folder: str) -> None:
     plain = accelerate.Accelerator()
     net = Net()
     model, optimizer = plain.prepare(net, torch.optim.AdamW(groups(net), lr=1e-2))
-    steps(model, optimizer, plain)
+    steps(plain, model, optimizer)
     for is_safe in (True, False):
         plain.save_state(f"{folder}/{is_safe}", safe_serialization=is_safe)
     dist.barrier()
-    curve = steps(model, optimizer, plain)
+    curve = steps(plain, model, optimizer)
     for name, is_safe in (("fsdp", True), ("zero1", False)):
         use(name)
         accelerator = Accelerator()
         net = Net()
         parts = accelerator.prepare(net, torch.optim.AdamW(groups(net), lr=1e-2))
         accelerator.load_state(f"{folder}/{is_safe}")
-        assert steps(*parts, accelerator) == pytest.approx(curve, abs=2e-6), name
+        assert steps(accelerator, *parts) == pytest.approx(curve, abs=2e-6), name
 
 
 def test_a_state_of_accelerates_own_is_read(tmp_path: Path) -> None:

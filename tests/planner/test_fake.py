@@ -14,6 +14,7 @@ from nbdist.planner.fake.optimizers import stepped_bytes
 from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
 from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy.choose import choose
+from tests.programs.rank import run_dir
 from tests.support.torch_ranks import run_ranks
 
 # The count
@@ -138,14 +139,17 @@ class Deep(Block):
 
 made = Deep(Settings())
 """
-_READS = """
-from nbdist.planner.fake import pickle_by_value
-model = pickle_by_value.loads((run_dir / "model").read_bytes())
-out = model(torch.empty(5, 7, device="meta"))
-done(read=[type(model).__name__, model.depth, [*out.shape], out.device.type,
-           model.head.weight is model.inner.weight, model.inner.bias.requires_grad,
-           str(model.mask.dtype), model.settings.depth])
-"""
+
+
+def reads() -> None:
+    model = pickle_by_value.loads((run_dir / "model").read_bytes())
+    out = model(torch.empty(5, 7, device="meta"))
+    assert type(model).__name__ == "Deep"
+    assert (model.depth, model.settings.depth) == (2, 2)
+    assert (out.shape, out.device.type) == ((5, 7), "meta")
+    assert model.head.weight is model.inner.weight
+    assert not model.inner.bias.requires_grad
+    assert model.mask.dtype is torch.bool
 
 
 def test_a_model_of_a_cell_is_made_in_another_process(tmp_path: Path) -> None:
@@ -153,9 +157,7 @@ def test_a_model_of_a_cell_is_made_in_another_process(tmp_path: Path) -> None:
     cell: dict[str, object] = {"__name__": "__main__"}
     exec(_CELL, cell)  # as a cell runs
     (tmp_path / "model").write_bytes(pickle_by_value.dumps(cell["made"]))
-    [told] = run_ranks(tmp_path, 1, _READS)
-
-    assert told["read"] == ["Deep", 2, [5, 7], "meta", True, False, "torch.bool", 2]
+    run_ranks(tmp_path, 1, reads)
 
 
 def test_no_values_travel() -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d  # noqa: F401
 from torch.distributed.device_mesh import init_device_mesh  # noqa: F401
-from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: F401
+from torch.distributed.fsdp import fully_shard  # noqa: F401
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: F401
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: F401, N817
 
@@ -32,7 +32,6 @@ from nbdist.errors import NbdistError
 from nbdist.hang.rank import common_store, gloo_abort, process_groups, reset_models  # noqa: F401
 from nbdist.hang.recovery import merge_groups  # noqa: F401
 from nbdist.parallel import live_models  # noqa: F401
-from nbdist.parallel.reshard import sync_model as sync  # noqa: F401
 
 # Of the process that reads this; the test's own, which runs no program, has none.
 rank, n = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -3,7 +3,6 @@
 import gc  # noqa: F401  # for texts, which take all names from here
 import os
 import traceback
-import weakref  # noqa: F401
 
 import torch
 import torch.distributed as dist

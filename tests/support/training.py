@@ -1,4 +1,4 @@
-"""What texts of `TorchRanks` begin with that train or save the models of tests.programs."""
+"""What texts of `TorchRanks` begin with that train the model of tests.programs."""
 
 import importlib.util
 import textwrap
@@ -11,6 +11,5 @@ needs_deepspeed = pytest.mark.skipif(
     not HAS_DEEPSPEED, reason="deepspeed is not installed (the extra `deepspeed`)"
 )
 
-_PROGRAMS = Path(__file__).parents[1] / "programs"
-MODEL = textwrap.indent((_PROGRAMS / "training.py").read_text(), "    ")
-SAVED = textwrap.indent((_PROGRAMS / "saving.py").read_text(), "    ")
+_PROGRAM = Path(__file__).parents[1] / "programs" / "training.py"
+MODEL = textwrap.indent(_PROGRAM.read_text(), "    ")
