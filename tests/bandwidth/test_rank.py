@@ -1,98 +1,93 @@
 """Measuring on two real ranks: results are checked, wrong ones found, nothing stays."""
 
-from pathlib import Path
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+
+from nbdist.bandwidth import rank as bandwidth_rank
+from nbdist.bandwidth.rank import measure
 from nbdist.bandwidth.results import LEAST_RUNS, OPS
-from tests.support.torch_ranks import TorchRanks
+from tests.programs.rank import everyone, n, rank, total
+from tests.support.torch_ranks import on_ranks
 
-MEASURING = """
-    import gc
-    from unittest import mock
-    from nbdist.bandwidth.results import OPS
-    from nbdist.bandwidth import rank as bandwidth_rank
+LACKING = "the backend does not support this operation here"
 
+
+def check_all() -> None:
+    """Every operation is right at both sizes, and measured equally often on all ranks."""
     torch.set_default_dtype(torch.float64)  # a user's own choice changes nothing
-    measure, sizes = bandwidth_rank.measure, (8 * n, 3 * n * 2**20 + 4 * n)
-    measured = {op: [measure(op, size, 0.05) for size in sizes] for op in OPS}
+    results = [measure(op, size, 0.05) for op in OPS for size in (8 * n, 3 * n * 2**20 + 4 * n)]
     torch.set_default_dtype(torch.float32)
-    short, long = measure("all_reduce", 4096, 0.0), measure("all_reduce", 4096, 3600.0)
+    for result in results:
+        assert (result.is_right, result.problem) == (True, ""), result
+        assert len(result.times_s) >= LEAST_RUNS
+        assert min(result.beside_s, *result.times_s) > 0
+    # Or they would not have met.
+    assert len(set(map(str, everyone([len(result.times_s) for result in results])))) == 1
 
-    def spoiled(name, spoil, op):
-        "Whether a result is found right after a backend's function was tampered with."
-        real = getattr(dist, name)
-        def call(*args, **kwargs):
-            done = real(*args, **kwargs)
-            if args[0].numel() > 1:  # single numbers are how the ranks agree
-                spoil(args[0])
-            return done
-        with mock.patch.object(dist, name, call):
-            return measure(op, 4096 * n, 0.0).is_right
 
-    def one_off(x):
-        x[-1] += rank  # on rank 1 alone
-    def swapped(x):
-        x.copy_(x.view(n, -1).flip(0).reshape(-1))
-    found = [spoiled("all_reduce", one_off, "all_reduce"),
-             spoiled("all_gather_into_tensor", swapped, "all_gather"),
-             spoiled("all_to_all_single", swapped, "all_to_all"),
-             spoiled("reduce_scatter_tensor", one_off, "reduce_scatter"),
-             spoiled("broadcast", one_off, "broadcast")]
+def is_right(name: str, spoil: Callable[[torch.Tensor], object], op: str) -> bool:
+    """Whether a result is right after a backend's function was tampered with."""
+    real = getattr(dist, name)
 
-    def raising(error):
-        with mock.patch.object(dist, "all_gather_into_tensor", side_effect=error):
-            try:
-                return measure("all_gather", 4096, 0.0).problem
-            except Exception as raised:
-                return f"raised {raised}"
+    def call(*args: Any, **kwargs: Any) -> Any:
+        work = real(*args, **kwargs)
+        if args[0].numel() > 1:  # single numbers are how the ranks agree
+            spoil(args[0])
+        return work
 
-    lacking = [raising(RuntimeError("Backend gloo does not support alltoall\\nat line 3")),
-               raising(NotImplementedError("")),
-               raising(RuntimeError("Connection closed by peer"))]
+    with mock.patch.object(dist, name, call):
+        return measure(op, 4096 * n, 0.0).is_right
 
+
+def add_on_rank_1(x: torch.Tensor) -> None:
+    x[-1] += rank
+
+
+def swap(x: torch.Tensor) -> None:
+    x.copy_(x.view(n, -1).flip(0).reshape(-1))
+
+
+def problem(error: Exception) -> str:
+    with mock.patch.object(dist, "all_gather_into_tensor", side_effect=error):
+        try:
+            return measure("all_gather", 4096, 0.0).problem
+        except RuntimeError as raised:
+            return f"raised {raised}"
+
+
+@on_ranks(2)
+def test_measuring_on_two_ranks() -> None:
+    """Every operation is right at both sizes; a wrong value and a swapped part are found."""
+    check_all()
+    assert len(measure("all_reduce", 4096, 0.0).times_s) == LEAST_RUNS
+    assert len(measure("all_reduce", 4096, 3600.0).times_s) > LEAST_RUNS
+    # A value that rank 1 alone has wrong is right on rank 0; a swapped part is on neither.
+    assert is_right("all_reduce", add_on_rank_1, "all_reduce") == (rank == 0)
+    assert not is_right("all_gather_into_tensor", swap, "all_gather")
+    assert not is_right("all_to_all_single", swap, "all_to_all")
+    assert is_right("reduce_scatter_tensor", add_on_rank_1, "reduce_scatter") == (rank == 0)
+    assert is_right("broadcast", add_on_rank_1, "broadcast") == (rank == 0)
+
+    of_gloo = "Backend gloo does not support alltoall"
+    assert problem(RuntimeError(f"{of_gloo}\nat line 3")) == f"{LACKING} ({of_gloo})"
+    assert problem(NotImplementedError("")) == f"{LACKING} ()"
+    closed = "Connection closed by peer"
+    assert problem(RuntimeError(closed)) == f"raised {closed}"
     # Rank 1 alone has no memory: both say so, and go on.
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory") if rank == 1 else None
     with mock.patch.object(torch, "empty", side_effect=error, wraps=torch.empty):
-        full = measure("all_reduce", 4096, 0.0).problem
+        full = measure("all_reduce", 4096, 0.0)
+    assert full.problem == "a rank has not enough memory for the tensors"
 
-    kept = sum(x.nbytes for x in gc.get_objects() if isinstance(x, torch.Tensor))
+    assert sum(x.nbytes for x in gc.get_objects() if isinstance(x, torch.Tensor)) < 2**20
     free = bandwidth_rank.begin()
-    done(measured={op: [[list(one.times_s), one.beside_s, one.is_right, one.problem] for one in its]
-                   for op, its in measured.items()},
-         runs=[len(short.times_s), len(long.times_s)], found=found, lacking=lacking, full=full,
-         kept=kept, free=free, dynamo="torch._dynamo" in sys.modules, total=total())
-"""
-
-
-def test_measuring_on_two_ranks(tmp_path: Path) -> None:
-    """Every operation is right at both sizes; a wrong value and a swapped part are found."""
-    with TorchRanks(tmp_path, 2, MEASURING) as ranks:
-        first, second = ranks.results()
-
-    assert set(first["measured"]) == set(OPS)
-    for result in (first, second):
-        for op, its in result["measured"].items():
-            for times_s, beside_s, is_right, problem in its:
-                assert (is_right, problem) == (True, ""), op
-                assert len(times_s) >= LEAST_RUNS
-                assert beside_s > 0
-                assert all(time_s > 0 for time_s in times_s)
-        assert result["runs"][0] == LEAST_RUNS
-        assert result["runs"][1] > LEAST_RUNS
-        lacking = "the backend does not support this operation here"
-        assert result["lacking"] == [
-            f"{lacking} (Backend gloo does not support alltoall)",
-            f"{lacking} ()",
-            "raised Connection closed by peer",
-        ]
-        assert result["full"] == "a rank has not enough memory for the tensors"
-        assert result["kept"] < 2**20
-        assert result["free"]["host"] > 0
-        assert "device" not in result["free"]
-        assert result["dynamo"]
-        assert result["total"] == 3.0
-    # All runs have the same number on both, or they would not have met.
-    assert [[len(record[0]) for record in its] for its in first["measured"].values()] == [
-        [len(record[0]) for record in its] for its in second["measured"].values()
-    ]
-    assert first["found"] == [True, False, False, True, True]
-    assert second["found"] == [False, False, False, False, False]
+    assert free["host"] > 0
+    assert "device" not in free
+    assert "torch._dynamo" in sys.modules
+    assert total() == 3.0

@@ -1,105 +1,116 @@
 """Errors of a cell that only a strategy explains, and what is refused before torch's own words."""
 
-from pathlib import Path
+import gc
+import math
+import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from nbdist.engine import error_notes
-from tests.support.torch_ranks import run_ranks
-from tests.support.training import MODEL
+from nbdist.parallel.accelerator import torch_grad
+from nbdist.parallel.accelerator.accelerator import Accelerator
+from tests.programs.rank import rank, refusal
+from tests.programs.training import Net, labels, tokens, use
+from tests.support.torch_ranks import on_ranks
 
-TEXT = (
-    MODEL
-    + """
-    import math, warnings
-    from nbdist.engine.error_notes import explain
-    from nbdist.parallel.accelerator import torch_grad
-    torch_grad.install()
+X, Y = tokens[:8], labels[:8]
+CLOSE = 2e-6
 
-    def note(call):
-        try:
-            call()
-        except Exception as error:
-            return explain(error)
 
-    def prepared(name):
-        use(name)
-        torch.manual_seed(0)
-        return Accelerator().prepare(Net())
+def note(call: Callable[[], Any]) -> str:
+    """What a call's error is told to mean; nothing where none is raised."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001
+        return error_notes.explain(error)
+    raise AssertionError("no error")
 
-    x, y = tokens[:8], labels[:8]
-    result = {}
+
+def prepared(name: str) -> Any:
+    use(name)
+    torch.manual_seed(0)
+    return Accelerator().prepare(Net())
+
+
+def gradients_alone() -> dict[str, torch.Tensor]:
+    """Of the same model by itself, by parameter."""
+    torch.manual_seed(0)
+    model = Net()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(model(X, Y), parameters), strict=True))
+
+
+def assert_close(parameters: dict[str, Any], gradients: Any, wanted: dict[str, Any]) -> None:
+    for name, gradient in zip(parameters, gradients, strict=True):
+        assert (gradient - wanted[name]).abs().max() < CLOSE, name
+
+
+def check_pp() -> None:
+    """Another stage's attributes and hooks, a loss aside, autograd.grad of other stages."""
     pipeline = prepared("pp")
     blocks = pipeline.module.blocks
-    own, other = blocks[3 * rank], blocks[3 - 3 * rank]
+    number = 3 - 3 * rank
+    own, other = blocks[3 * rank], blocks[number]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             handles = [block.register_forward_hook(lambda *_: None) for block in blocks]
-            pipeline(x, y).backward()
+            pipeline(X, Y).backward()
             for handle in handles:
                 handle.remove()
-    result["hooks"] = [str(w.message) for w in caught if "forward hooks" in str(w.message)]
+    (hooks,) = [str(w.message) for w in caught if "forward hooks" in str(w.message)]
+    assert f"blocks.{number}" in hooks
+    assert "not called on this rank" in hooks
     kept = []
     own.register_forward_hook(lambda block, args, output: kept.append(output.square().mean()))
-    side = pipeline(x, y) + kept[-1]
-    result["freed"] = note(lambda: side.backward())
-    result["other"], result["own"] = note(lambda: other.aux), note(lambda: own.aux)
-    result["free"] = note(lambda: nn.Linear(2, 2).aux)
-    torch.manual_seed(0)
-    alone = Net()
-    wanted = dict(zip(dict(alone.named_parameters()),
-                      torch.autograd.grad(alone(x, y), list(alone.parameters())), strict=True))
-    mine = {k: p for k, p in pipeline.module.named_parameters() if not p.is_meta}
-    found = torch.autograd.grad(pipeline(x, y), list(mine.values()))
-    result["stage"] = max((a - wanted[k]).abs().max().item() for k, a in zip(mine, found))
-    result["pp"] = refusal(lambda: torch.autograd.grad(pipeline(x, y), pipeline.parameters()))
-    del pipeline, blocks, own, other, mine
+    side = pipeline(X, Y) + kept[-1]
+    assert "let blocks hand it on and forward return it in its loss" in note(side.backward)
+    assert f"blocks.{number} is of another stage of the pipeline" in note(lambda: other.aux)
+    assert note(lambda: own.aux) == note(lambda: nn.Linear(2, 2).aux) == ""
+    mine = {name: p for name, p in pipeline.module.named_parameters() if not p.is_meta}
+    assert_close(mine, torch.autograd.grad(pipeline(X, Y), list(mine.values())), gradients_alone())
+    refused = refusal(lambda: torch.autograd.grad(pipeline(X, Y), pipeline.parameters()))
+    assert "parameters of other stages of the pipeline" in refused
 
+
+def check_fsdp() -> None:
+    """Adapters made from parts, autograd.grad, a functional call."""
     sharded = prepared("fsdp")
-    inputs, shape = list(sharded.parameters()), sharded.head.weight.to_local().shape
-    result["fsdp"] = refusal(lambda: torch.autograd.grad(sharded(x, y), inputs, allow_unused=True))
     values = dict(sharded.named_parameters())
-    result["call"] = refusal(lambda: torch.func.functional_call(sharded, values, (x, y)))
-    result["misfit before"] = note(lambda: torch.ones(2) + torch.ones(3))
+    inputs, shape = list(values.values()), sharded.head.weight.to_local().shape
+    refused = refusal(lambda: torch.autograd.grad(sharded(X, Y), inputs, allow_unused=True))
+    assert "gives no gradients of parameters under fsdp" in refused
+    refused = refusal(lambda: torch.func.functional_call(sharded, values, (X, Y)))
+    assert "and not with those that it is given" in refused
+    assert note(lambda: torch.ones(2) + torch.ones(3)) == ""
     sharded.head.adapter = nn.Linear(*shape)
-    result["misfit"] = note(lambda: torch.ones(2) + torch.ones(3))
-    result["other error"] = note(lambda: torch.ones(2).view(3))
-    del sharded.head.adapter, sharded, inputs, values
-    gc.collect()
+    misfit = note(lambda: torch.ones(2) + torch.ones(3))
+    assert "Net got 2 parameters after prepare (head.adapter.weight)" in misfit
+    assert note(lambda: torch.ones(2).view(3)) == ""
 
+
+def check_ddp() -> None:
+    """autograd.grad is one process's; what a functional call is given is what it computes with."""
     copies = prepared("ddp")
-    alone = copy.deepcopy(copies.module)
-    parts = zip(torch.autograd.grad(copies(x, y), copies.parameters()),
-                torch.autograd.grad(alone(x, y), list(alone.parameters())), strict=True)
-    given = {f"module.{name}": torch.zeros_like(p) for name, p in alone.named_parameters()}
-    zeros = torch.func.functional_call(copies, given, (x, y))
-    result["call under ddp"] = abs(zeros.item() - math.log(24))
-    result["ddp"] = max((a - b).abs().max().item() for a, b in parts)
-    done(**result)
-"""
-)
+    wanted = gradients_alone()
+    assert_close(wanted, torch.autograd.grad(copies(X, Y), copies.parameters()), wanted)
+    given = {f"module.{name}": torch.zeros_like(p) for name, p in wanted.items()}
+    zeros = torch.func.functional_call(copies, given, (X, Y))
+    assert abs(zeros.item() - math.log(24)) < CLOSE
 
 
-def test_what_a_strategy_explains_is_said(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_what_a_strategy_explains_is_said() -> None:
     """Another stage's attributes and hooks, adapters made from parts, autograd.grad under fsdp."""
-    first, second = run_ranks(tmp_path, 2, "    import copy\n" + TEXT)
-
-    for end, there in ((first, "blocks.3"), (second, "blocks.0")):
-        assert f"{there} is of another stage of the pipeline" in end["other"]
-        assert end["own"] == end["free"] == ""
-        assert "let blocks hand it on and forward return it in its loss" in end["freed"]
-        (hooks,) = end["hooks"]
-        assert there in hooks
-        assert "not called on this rank" in hooks
-        assert "gives no gradients of parameters under fsdp" in end["fsdp"]
-        assert "and not with those that it is given" in end["call"]
-        assert end["misfit before"] == end["other error"] == ""
-        assert "Net got 2 parameters after prepare (head.adapter.weight)" in end["misfit"]
-        assert "parameters of other stages of the pipeline" in end["pp"]
-        assert max(end["ddp"], end["stage"], end["call under ddp"]) < 2e-6
+    torch_grad.install()
+    for check in (check_pp, check_fsdp, check_ddp):
+        check()
+        gc.collect()
 
 
 def test_a_note_ends_the_message_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from nbdist.cluster import run_owner
 from nbdist.cluster.run_owner import RunOwner
@@ -19,18 +20,11 @@ from nbdist.core.host import Machine, this_machine
 from nbdist.core.rank import this_rank
 from nbdist.engine import facts, join
 from nbdist.errors import NbdistError, StartError
+from tests.programs.rank import everyone, rank, run_dir, total
 from tests.support.gpus import Card, Driver, play
 from tests.support.kernel import notebook_env
-from tests.support.torch_ranks import ENV, run_ranks
+from tests.support.torch_ranks import ENV, on_ranks
 
-RANK = """
-    plan = this_rank().topology
-    done(
-        rank=dist.get_rank(), total=total(), backend=plan.backend, pid=os.getpid(),
-        pids=[place.pid for place in plan.ranks], local_rank=os.environ["LOCAL_RANK"],
-        cpu=os.environ["ACCELERATE_USE_CPU"],
-    )
-"""
 JOIN = """
 import json, sys
 from pathlib import Path
@@ -39,17 +33,17 @@ join.join_at_start(Path(sys.argv[1]), json.loads(sys.argv[2]))
 """
 
 
-def test_two_processes_join_over_a_file(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_two_processes_join_over_a_file() -> None:
     """Both have the same plan, and an all_reduce over them is right."""
-    results = run_ranks(tmp_path, 2, RANK)
-
-    assert [result["rank"] for result in results] == [0, 1]
-    assert [result["total"] for result in results] == [3.0, 3.0]
-    assert [result["local_rank"] for result in results] == ["0", "1"]
-    assert {result["backend"] for result in results} == {"gloo"}
-    assert [result["cpu"] for result in results] == ["true", "true"]
-    assert results[0]["pids"] == results[1]["pids"] == [result["pid"] for result in results]
-    assert sorted(path.name for path in tmp_path.glob("arrived.*")) == ["arrived.0", "arrived.1"]
+    plan = this_rank().topology
+    assert plan.backend == "gloo"
+    assert dist.get_rank() == rank
+    assert total() == 3.0
+    assert os.environ["LOCAL_RANK"] == str(rank)
+    assert os.environ["ACCELERATE_USE_CPU"] == "true"
+    assert [place.pid for place in plan.ranks] == everyone(os.getpid())
+    assert sorted(path.name for path in run_dir.glob("arrived.*")) == ["arrived.0", "arrived.1"]
 
 
 def test_a_rank_that_waits_in_vain_writes_down_for_whom(tmp_path: Path) -> None:

@@ -75,6 +75,10 @@ def test_strings_hash_differently_in_forks_of_two_servers(
     assert len(set((tmp_path / "log").read_text().split())) == 2
 
 
+def counts_forks(n_forks: int) -> None:
+    assert Path(f"/proc/{os.getppid()}/cmdline").read_bytes().count(b"/forks.py") == n_forks
+
+
 @pytest.mark.parametrize(
     ("variables", "n_forks"),
     [({}, 1), pytest.param({"TORCH_SHOW_CPP_STACKTRACES": "0"}, 0, marks=pytest.mark.faults)],
@@ -83,8 +87,4 @@ def test_ranks_are_forks_unless_a_variable_of_torchs_is_given(
     tmp_path: Path, variables: dict[str, str], n_forks: int
 ) -> None:
     """It may be read by the import."""
-    text = (
-        "done(is_fork=Path('/proc', str(os.getppid()), 'cmdline').read_bytes().count(b'/forks.py'))"
-    )
-
-    assert run_ranks(tmp_path, 1, text, **variables) == [{"is_fork": n_forks}]
+    run_ranks(tmp_path, 1, counts_forks, arguments={"n_forks": n_forks}, **variables)
