@@ -1,172 +1,174 @@
 """DeepSpeed takes model and optimizer over; numbers stay those of one process."""
 
-from pathlib import Path
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
 
 from nbdist.errors import OptionError
 from nbdist.parallel.dp import deepspeed
+from nbdist.parallel.mesh import build_mesh
 from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from tests.programs.parity import build_alone
-from tests.support.torch_ranks import run_ranks
+from tests.programs.rank import n, rank, refusal
+from tests.support.torch_ranks import on_ranks
 from tests.support.training import HAS_DEEPSPEED, needs_deepspeed
 
-# Each case: options, the same model by itself, and under DeepSpeed. The seed differs by rank.
-TRAINS = """
-    import contextlib
-    from nbdist.strategy.choice import Strategy, Degrees, Options
-    from nbdist.parallel.dp import deepspeed
-    from nbdist.parallel.mesh import build_mesh
-    import torch.nn.functional as F
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens = torch.nn.Embedding(64, 32)
-            torch.nn.init.normal_(self.tokens.weight, std=0.1)
-            self.body = torch.nn.Sequential(
-                torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32),
-                torch.nn.LayerNorm(32))
-            self.head = torch.nn.Linear(32, 64, bias=False)
-            self.head.weight = self.tokens.weight
-            self.register_buffer("scale", torch.rand(1) + 1)
-        def forward(self, x, y):
-            h = self.tokens(x)
-            logits = self.head(h + self.body(h)) * self.scale
-            return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
+class Model(nn.Module):
+    """With tied weights and a buffer."""
 
-    def batch(step):
-        generator = torch.Generator().manual_seed(100 + step)
-        return torch.randint(0, 64, (2, 8, 6), generator=generator)
-    def built(seed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, 32)
+        nn.init.normal_(self.tokens.weight, std=0.1)
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32))
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("scale", torch.rand(1) + 1)
+
+    def forward(self, x, y):
+        h = self.tokens(x)
+        logits = self.head(h + self.body(h)) * self.scale
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randint(0, 64, (2, 8, 6), generator=generator)
+
+
+class Alone:
+    """A model with two groups and a scheduler in one process. The seed differs by rank."""
+
+    def __init__(self, options: Options, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        model = Model()
-        decayed = [p for p in model.parameters() if p.ndim > 1]
-        groups = [{"params": decayed, "weight_decay": 0.1},
-                  {"params": [p for p in model.parameters() if p.ndim < 2]}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
-        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s))
+        self.options, self.model = options, Model()
+        wide, flat = ([p for p in self.model.parameters() if (p.ndim > 1) == w] for w in (1, 0))
+        groups = [{"params": wide, "weight_decay": 0.1}, {"params": flat}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: 1 / (1 + s))
 
-    def train(accumulate, max_norm, step_of, steps=4):
-        losses, norms = [], []
-        for step in range(steps):
-            loss = 0.0
-            for part in range(accumulate):
-                x, y = (t.chunk(accumulate)[part] for t in batch(step))
-                loss += step_of["backward"](x, y, part + 1 == accumulate) / accumulate
-            losses.append(loss)
-            if max_norm:
-                norms.append(float(step_of["clip"](max_norm)))
-            step_of["step"]()
-        return losses, norms
+    def backward(self, x: torch.Tensor, y: torch.Tensor, *, is_last: bool) -> float:
+        loss = self.model(x, y)["loss"]
+        (loss / self.options.accumulate).backward()
+        return loss.item()
 
-    def alone(options, max_norm):
-        model, optimizer, scheduler = built(0)
-        def backward(x, y, _is_last):
-            loss = model(x, y)["loss"]
-            (loss / options.accumulate).backward()
-            return loss.item()
-        def step():
-            optimizer.step(); optimizer.zero_grad(); scheduler.step()
-        clip = lambda value: torch.nn.utils.clip_grad_norm_(model.parameters(), value)
-        losses, norms = train(options.accumulate, max_norm,
-                              {"backward": backward, "clip": clip, "step": step})
-        named = (*model.named_parameters(), *model.named_buffers())
-        return losses, norms, {name: tensor.detach() for name, tensor in named}
+    def clip(self, max_norm: float) -> Any:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def under(options, max_norm):
-        base, optimizer, scheduler = built(rank)
-        choice = Strategy("deepspeed", Degrees(dp_replicate=n), n, options)
-        engine, same = deepspeed.prepare(
-            base, optimizer, choice, build_mesh(choice, "cpu"), torch.device("cpu"))
-        assert same is optimizer and engine.module is base
-        def backward(x, y, is_last):
-            with contextlib.nullcontext() if is_last else deepspeed.no_sync(engine):
-                output = engine(x.chunk(n)[rank], y.chunk(n)[rank])
-                assert output["loss"].dtype is output["logits"].dtype is torch.float32
-                deepspeed.backward(engine, output["loss"] / options.accumulate)
-            loss = output["loss"].detach().clone()
-            dist.all_reduce(loss)
-            return loss.item() / n
-        def step():
-            assert deepspeed.step(engine)
-            scheduler.step()
-        losses, norms = train(options.accumulate, max_norm, {
-            "backward": backward, "clip": lambda value: deepspeed.clip(engine, value),
-            "step": step})
-        return losses, norms, deepspeed.full_state(engine), engine
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
 
-    def apart(max_norm=None, **options):
-        options = Options(**options)
-        expected_losses, expected_norms, expected = alone(options, max_norm)
-        losses, norms, state, engine = under(options, max_norm)
-        assert all(norm > 2 * max_norm for norm in norms), norms
-        engine.destroy()
-        far = lambda a, b: max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
-        return {"loss": far(losses, expected_losses), "norm": far(norms, expected_norms),
-                "parameters": max((state[k] - expected[k]).abs().max().item() for k in state),
-                "names": sorted(set(expected) ^ set(state))}
+    def state(self) -> dict[str, torch.Tensor]:
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: tensor.detach() for name, tensor in named}
 
-    results = {}
-    for stage in (1, 2, 3):
-        results[f"stage {stage}"] = apart(stage=stage)
-        results[f"stage {stage} accumulating"] = apart(stage=stage, accumulate=2)
-        results[f"stage {stage} clipping"] = apart(stage=stage, max_norm=0.02)
-        results[f"stage {stage} offloaded"] = apart(stage=stage, offload="cpu")
-        results[f"stage {stage} bf16"] = apart(stage=stage, precision="bf16")
-    results["offloaded accumulating"] = apart(stage=2, offload="cpu", accumulate=2, max_norm=0.02)
-    results["3 offloaded accumulating"] = apart(stage=3, offload="cpu", accumulate=2, max_norm=0.02)
 
-    # What one engine has, another one of another stage is given.
-    moved = {}
-    for old, new, precision in ((1, 3, "fp32"), (3, 2, "fp32"), (2, 3, "bf16")):
-        *_, state, before = under(Options(stage=old, precision=precision), None)
-        before.destroy()
-        base, optimizer, _ = built(rank)
-        choice = Strategy("deepspeed", Degrees(dp_replicate=n), n,
-                        Options(stage=new, precision=precision))
-        after, _ = deepspeed.prepare(
-            base, optimizer, choice, build_mesh(choice, "cpu"), torch.device("cpu"))
-        deepspeed.load_full(after, state)
-        again = deepspeed.full_state(after)
-        x, y = batch(9)
-        with torch.no_grad():
-            loss = after(x, y)["loss"].item()
-        model = Model()
-        model.load_state_dict(state, strict=False)
-        moved[f"{old} to {new} {precision}"] = [
-            max((again[k] - state[k]).abs().max().item() for k in state),
-            abs(loss - model(x, y)["loss"].item())]
-        after.destroy()
+class Under(Alone):
+    """The same under DeepSpeed."""
 
-    engine = under(Options(stage=2, offload="cpu"), None)[-1]
-    errors = {"offload": refusal(lambda: deepspeed.no_sync(engine).__enter__()),
-              "norm": refusal(lambda: deepspeed.clip(engine, 1.0, norm_type=1))}
-    done(results=results, errors=errors, moved=moved)
-"""
+    def __init__(self, **options: Any) -> None:
+        super().__init__(Options(**options), rank)
+        choice = Strategy("deepspeed", Degrees(dp_replicate=n), n, self.options)
+        grid = build_mesh(choice, "cpu")
+        self.engine, same = deepspeed.prepare(
+            self.model, self.optimizer, choice, grid, torch.device("cpu")
+        )
+        assert same is self.optimizer
+        assert self.engine.module is self.model
+
+    def backward(self, x: torch.Tensor, y: torch.Tensor, *, is_last: bool) -> float:
+        with contextlib.nullcontext() if is_last else deepspeed.no_sync(self.engine):
+            output = self.engine(x.chunk(n)[rank], y.chunk(n)[rank])
+            assert output["loss"].dtype is output["logits"].dtype is torch.float32
+            deepspeed.backward(self.engine, output["loss"] / self.options.accumulate)
+        loss = output["loss"].detach().clone()
+        dist.all_reduce(loss)
+        return loss.item() / n
+
+    def clip(self, max_norm: float) -> Any:
+        return deepspeed.clip(self.engine, max_norm)
+
+    def step(self) -> None:
+        assert deepspeed.step(self.engine)
+        self.scheduler.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return deepspeed.full_state(self.engine)
+
+
+def train(training: Alone, max_norm: float | None = None) -> torch.Tensor:
+    """Losses of four steps, and norms where gradients are clipped."""
+    numbers, accumulate = [], training.options.accumulate
+    for step in range(4):
+        pieces = [[t.chunk(accumulate)[k] for t in batch(step)] for k in range(accumulate)]
+        losses = [training.backward(*p, is_last=p is pieces[-1]) for p in pieces]
+        numbers.append(sum(losses) / accumulate)
+        if max_norm:
+            norm = float(training.clip(max_norm))
+            assert norm > 2 * max_norm
+            numbers.append(norm)
+        training.step()
+    return torch.tensor(numbers)
+
+
+def compare(max_norm: float | None = None, **options: Any) -> None:
+    """Losses, norms and parameters of DeepSpeed and of one process."""
+    alone, under = Alone(Options(**options)), Under(**options)
+    limit = 2e-2 if "precision" in options else 1e-6
+    assert (train(under, max_norm) - train(alone, max_norm)).abs().max() < limit, options
+    state, expected = under.state(), alone.state()
+    under.engine.destroy()
+    assert state.keys() == expected.keys()
+    assert max((state[k] - expected[k]).abs().max() for k in state) < limit, options
+
+
+def move(old: int, new: int, precision: str) -> None:
+    """What an engine has, another one of another stage is given."""
+    before = Under(stage=old, precision=precision)
+    train(before)
+    state = before.state()
+    before.engine.destroy()
+    after = Under(stage=new, precision=precision)
+    deepspeed.load_full(after.engine, state)
+    again = after.state()
+    assert all(torch.equal(again[k], state[k]) for k in state), (old, new)
+    model = Model()
+    model.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        losses = [each(*batch(9))["loss"].item() for each in (after.engine, model)]
+    assert abs(losses[0] - losses[1]) < (2e-2 if precision == "bf16" else 1e-6), (old, new)
+    after.engine.destroy()
 
 
 @needs_deepspeed
 @pytest.mark.timeout(300)
-def test_stages_and_offload_train_as_one_process(tmp_path: Path) -> None:
+@on_ranks(2, limit_s=280.0)
+def test_stages_and_offload_train_as_one_process() -> None:
     """Losses and parameters, with two groups, a scheduler, tied weights and clipping."""
-    ends = run_ranks(tmp_path, 2, TRAINS)
-
-    for end in ends:
-        for name, differences in end["results"].items():
-            limit = 2e-2 if "bf16" in name else 1e-6
-            assert differences["names"] == []
-            assert (
-                max(differences["loss"], differences["norm"], differences["parameters"]) < limit
-            ), (name, differences)
-        for name, (same, loss) in end["moved"].items():
-            assert same == 0.0, (name, same)
-            assert loss < (2e-2 if "bf16" in name else 1e-6), (name, loss)
-        assert "--accumulate 2 or more" in end["errors"]["offload"]
-        assert "not the 1-norm" in end["errors"]["norm"]
+    for stage in (1, 2, 3):
+        compare(stage=stage)
+        compare(stage=stage, accumulate=2)
+        compare(stage=stage, max_norm=0.02)
+        compare(stage=stage, offload="cpu")
+        compare(stage=stage, precision="bf16")
+    compare(stage=2, offload="cpu", accumulate=2, max_norm=0.02)
+    compare(stage=3, offload="cpu", accumulate=2, max_norm=0.02)
+    for stages_and_precision in ((1, 3, "fp32"), (3, 2, "fp32"), (2, 3, "bf16")):
+        move(*stages_and_precision)
+    offloaded = Under(stage=2, offload="cpu")
+    train(offloaded)
+    engine = offloaded.engine
+    assert "--accumulate 2 or more" in refusal(deepspeed.no_sync(engine).__enter__)
+    assert "not the 1-norm" in refusal(lambda: deepspeed.clip(engine, 1.0, norm_type=1))
 
 
 def job(**options: Any) -> ModelBuild:

@@ -9,7 +9,6 @@ import marshal
 import os
 import pickle
 import signal
-import socket  # noqa: F401  # for texts, which take all names from here
 import sys
 import threading
 import time
@@ -19,19 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d  # noqa: F401
-from torch.distributed.device_mesh import init_device_mesh  # noqa: F401
-from torch.distributed.fsdp import fully_shard  # noqa: F401
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: F401
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: F401, N817
 
 from nbdist.core import topology
-from nbdist.core.rank import this_rank  # noqa: F401
+from nbdist.core.rank import this_rank  # noqa: F401  # for texts, which take all names from here
 from nbdist.engine import join as runtime
 from nbdist.errors import NbdistError
-from nbdist.hang.rank import common_store, gloo_abort, process_groups, reset_models  # noqa: F401
-from nbdist.hang.recovery import merge_groups  # noqa: F401
-from nbdist.parallel import live_models  # noqa: F401
+from nbdist.hang.rank import common_store, gloo_abort
 
 # Of the process that reads this; the test's own, which runs no program, has none.
 rank, n = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
