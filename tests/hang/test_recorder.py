@@ -17,7 +17,6 @@ from nbdist.hang import call_log as layout
 from nbdist.hang.rank import rendezvous
 from nbdist.hang.records import Call, CallLog
 from tests.programs.rank import rank, say, total, wait_for
-from tests.support.ranks import until
 from tests.support.torch_ranks import Program, TorchRanks
 
 DEADLINE_S = 30.0
@@ -39,6 +38,8 @@ class Peers(TorchRanks):
 
     def waiting(self, rank: int) -> Call:
         """The call in which the rank is, once it is in one."""
+        from tests.support.ranks import until  # a third of a second in each rank of this file
+
         assert until(lambda: self.box(rank).waiting is not None, DEADLINE_S), self.report()
         call = self.box(rank).waiting
         assert call is not None
