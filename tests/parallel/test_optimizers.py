@@ -20,26 +20,13 @@ from nbdist.strategy.tensor_layout import TensorLayout
 from nbdist.switch.rank import switch as switching
 from nbdist.switch.rank.switch import switch
 from tests.programs import optimizers
-from tests.programs.experts import Experts
+from tests.programs.experts import Mixture
 from tests.programs.rank import n, rank, refusal, user
 from tests.programs.training import BATCH, Net, labels, tokens
 from tests.support.torch_ranks import on_ranks
 
 STEPS = 3
 O = torch.optim  # noqa: E741
-
-
-class Mixture(torch.nn.Module):
-    """Of two experts for each token."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.router, self.experts = torch.nn.Linear(width, 4), Experts(width, 2 * width, 4)
-
-    def forward(self, h):
-        x = h.flatten(0, 1)
-        weights, which = self.router(x).softmax(-1).topk(2)
-        return self.experts(x, which, weights).view_as(h)
 
 
 def make(*, has_experts: bool = False) -> Net:
@@ -49,7 +36,7 @@ def make(*, has_experts: bool = False) -> Net:
         # Its gradient is nothing but rounding, which a ratio of norms makes whole steps of.
         block.attention.k_proj.bias.requires_grad_(requires_grad=False)
         if has_experts:
-            block.mlp = Mixture(16)
+            block.mlp = Mixture(16, 4)
     net.ep_plan = {"blocks.*.mlp.experts": "experts"} if has_experts else {}
     return net
 

@@ -1,4 +1,4 @@
-"""A stack of experts of one's own, as `model.ep_plan` names one."""
+"""A stack of experts of one's own, as `model.ep_plan` names one, and their router."""
 
 from __future__ import annotations
 
@@ -21,3 +21,16 @@ class Experts(nn.Module):
             y = torch.tanh(x[token] @ self.up[number]) @ self.down[number]
             out = out.index_add(0, token, (y * weights[token, k, None]).to(out.dtype))
         return out
+
+
+class Mixture(nn.Module):
+    """Of two experts for each token."""
+
+    def __init__(self, width: int, count: int = 8) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, count), Experts(width, 2 * width, count)
+
+    def forward(self, h):
+        x = h.flatten(0, 1)
+        weights, which = self.router(x).float().softmax(-1).topk(2)
+        return self.experts(x, which, weights).view_as(h)
