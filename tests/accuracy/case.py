@@ -85,7 +85,7 @@ _GPT = {
     "attn_pdrop": 0.0,
 }  # fmt: skip
 _EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
-# Name -> config of transformers; None of models that tests/accuracy/texts.py builds.
+# Name -> config of transformers; None of models that tests/accuracy/ranks.py builds.
 MODELS: dict[str, dict[str, Any] | None] = {
     "llama": _LLAMA,
     "llama, tied": {**_LLAMA, "tie_word_embeddings": True},

@@ -1,6 +1,5 @@
 """What a plan predicts beside what ranks measure: states exactly, the peak closely."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from nbdist.planner.models import of_config, of_count
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choose import choose
 from tests.accuracy.case import LONG, MODELS, SHORT, Case, Result, record
-from tests.accuracy.texts import RANKS
-from tests.support.torch_ranks import LIMIT_S, TorchRanks
+from tests.accuracy.ranks import measure
+from tests.support.torch_ranks import LIMIT_S, run_ranks
 
 
 @pytest.fixture(scope="module", name="engine")
@@ -48,8 +47,8 @@ def _compare(
          "batch": c.batch, "sequence": c.sequence}
         for c in cases
     ]  # fmt: skip
-    with TorchRanks(folder, n, RANKS, limit_s, CASES=json.dumps(given)) as ranks:
-        results = [result["found"] for result in ranks.results()]
+    ranks = run_ranks(folder, n, measure, limit_s, arguments={"cases": given})
+    results = [result["found"] for result in ranks]
     problems: list[str] = []
     for number, case in enumerate(cases):
         measurements = [result[number] for result in results]
