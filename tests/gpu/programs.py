@@ -1,7 +1,7 @@
 """What people write for GPUs, each beside plain torch on the same GPU. Runs on ranks.
 
 A program takes nothing, or the user's `accelerator`, and returns checks by name: True, or what is
-wrong.
+wrong; the last two return losses.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import gc
 import json
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nbdist.parallel.accelerator.accelerator import Accelerator
+from tests.programs import training
 
 Checks = dict[str, Any]
 STEPS, BATCH, WORDS, LENGTH = 6, 8, 96, 32
@@ -413,6 +415,38 @@ def metrics() -> Checks:
         "flags": equal(flags.tolist(), [r == 0 for r in range(n)]),
         "reduced": equal(total.tolist(), [n] * 2),
     }
+
+
+def trained_alone() -> list[float]:
+    """Losses of plain torch on all of each batch."""
+    net, optimizer, scheduler = training.make(0)
+    net.to(device())
+    losses = []
+    for x, y in DataLoader(training.data, batch_size=training.BATCH):
+        loss = net(x.to(device()), labels=y.to(device()))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained_under() -> tuple[list[float], float]:
+    """Losses of the same steps under the strategy, and the median of a step's seconds."""
+    accelerator, loader = split(), DataLoader(training.data, batch_size=training.BATCH)
+    model, optimizer, scheduler, loader = accelerator.prepare(*training.make(0), loader)
+    losses, times = [], []
+    for x, y in loader:
+        began_s = time.perf_counter()
+        loss = model(x, labels=y)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        times.append(time.perf_counter() - began_s)
+    return losses, sorted(times)[len(times) // 2]
 
 
 def run(name: str) -> None:

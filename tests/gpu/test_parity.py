@@ -6,7 +6,6 @@ The process by itself computes on the rank's GPU too, with the same kernels.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -17,9 +16,8 @@ import pytest
 from tests.gpu.places import PLACES, on_places
 from tests.parity.case import LIMITS, Case, worst_of_ranks
 from tests.parity.cases import LONG, NAMES, SAVED, SWITCHED, circuit
-from tests.parity.texts import ROWS, SWITCHES
-from tests.parity.texts_checkpoint import CHECKPOINTS
-from tests.support.torch_ranks import TorchRanks
+from tests.parity.ranks import checkpoints, rows, switches
+from tests.support.torch_ranks import Program, TorchRanks
 
 STEPS = 3
 LIMIT_S = 170.0
@@ -53,8 +51,8 @@ def test_a_row_as_one_process(tmp_path: Path, place: str, row: str, measured: An
         tolerance = case.tolerance
         loss, gradients, parameters = (each and MORE * each for each in astuple(tolerance))
         limits.append({"loss": loss, "gradients": gradients, "parameters": parameters})
-    given = json.dumps([(case.typed, case.model) for case in cases])
-    with _ranks(tmp_path, place, ROWS, CASES=given, STEPS=str(STEPS)) as ranks:
+    typed = [(case.typed, case.model) for case in cases]
+    with _ranks(tmp_path, place, rows, cases=typed, steps=STEPS) as ranks:
         worst = worst_of_ranks(ranks, list(zip(cases, limits, strict=True)))
     measured("cases", len(cases))
     exact = [
@@ -70,7 +68,7 @@ def test_each_switch_to_each_strategy(tmp_path: Path, place: str, measured: Any)
     """A live model walks through every ordered pair, three steps after each."""
     path = circuit(SWITCHED[PLACES[place].world_size])
     pairs = list(itertools.pairwise(path))
-    with _ranks(tmp_path, place, SWITCHES, SWITCHED=json.dumps(path)) as ranks:
+    with _ranks(tmp_path, place, switches, path=path) as ranks:
         _measure(worst_of_ranks(ranks, [(pair, _LIMITS) for pair in pairs]), measured)
 
 
@@ -85,9 +83,8 @@ def test_a_checkpoint_of_each_strategy_under_each(
         [("loaded", after, before, 2) for after in names for before in names],
     )
     for number, jobs in enumerate(runs):
-        variables = {"FOLDER": str(tmp_path / "saved"), "JOBS": json.dumps(jobs)}
-        variables |= {"KIND": "plain", "ASYNC": "yes"}
-        with _ranks(tmp_path / str(number), place, CHECKPOINTS, **variables) as ranks:
+        given = {"folder": str(tmp_path / "saved"), "todo": jobs, "is_async": True}
+        with _ranks(tmp_path / str(number), place, checkpoints, **given) as ranks:
             worst = worst_of_ranks(ranks, [(job, _LIMITS) for job in jobs])
     _measure(worst, measured)
 
@@ -106,11 +103,11 @@ def _worst(values: Iterable[float | None]) -> str:
     return f"{max(numbers):.1e}" if numbers else "not looked at"
 
 
-def _ranks(folder: Path, place: str, text: str, **variables: str) -> TorchRanks:
+def _ranks(folder: Path, place: str, program: Program, /, **arguments: Any) -> TorchRanks:
     """Ranks on a place's GPUs. Their processes are new: a fork has no use of a GPU."""
     where = PLACES[place]
     visible = {"CUDA_VISIBLE_DEVICES": "" if where.gpus == "none" else where.gpus or ""}
     return TorchRanks(
-        folder, where.world_size, text, LIMIT_S, is_new=True, HF_HUB_OFFLINE="1",
-        **visible, **variables,
+        folder, where.world_size, program, LIMIT_S, arguments=arguments, is_new=True,
+        HF_HUB_OFFLINE="1", **visible,
     )  # fmt: skip

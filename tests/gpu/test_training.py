@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -16,48 +15,16 @@ from nbdist.planner.models import CONFIGS
 from nbdist.planner.view.check_view import PlanCheckView
 from nbdist.planner.workload import Workload
 from tests.gpu.places import device_type, on, strategy_of
-from tests.support.training import MODEL
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "ulysses", "pp", "cp")
 # Losses of six steps in fp32: what orders of additions differ by, on a GPU as on a CPU.
 CLOSE = 1e-4
-# The same steps on the same batches: by plain torch alone, and by the same cell under a strategy.
-_BOTH = (
-    "n = world_size\n"
-    + textwrap.dedent(MODEL)
-    + """
-import time
-
-def alone():
-    net, optimizer, scheduler = make(0)
-    net.to(device)
-    losses = []
-    for x, y in DataLoader(data, batch_size=BATCH):
-        loss = net(x.to(device), labels=y.to(device))
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-def under():
-    split = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
-    loader = DataLoader(data, batch_size=BATCH)
-    model, optimizer, scheduler, loader = split.prepare(*make(0), loader)
-    losses, times = [], []
-    for x, y in loader:
-        began_s = time.perf_counter()
-        loss = model(x, labels=y)
-        split.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(split.reduce(loss.detach(), "mean").item())
-        times.append(time.perf_counter() - began_s)
-    return losses, sorted(times)[len(times) // 2]
+_BOTH = f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
+from tests.gpu import programs
+print(json.dumps([programs.trained_alone(), *programs.trained_under()]))
 """
-)
 _LAYERS = """
 torch.manual_seed(0)
 big = torch.nn.Sequential(*[torch.nn.Linear({width}, {width}) for _ in range({layers})])
@@ -107,9 +74,8 @@ def assert_trains_as_alone(
 ) -> None:
     """Losses under a strategy with its options are, within a limit, those of plain torch."""
     strategy, options, limit = case
-    ranks.run(_BOTH)
     with strategy_of(ranks, strategy, **options):
-        result = ranks.run("import json; print(json.dumps([alone(), *under()]))")
+        result = ranks.run(_BOTH)
     for rank in result.ranks:
         alone, under, step_s = json.loads(rank.text.splitlines()[-1])
         far = max(abs(a - b) for a, b in zip(alone, under, strict=True))

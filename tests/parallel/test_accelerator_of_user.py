@@ -29,8 +29,7 @@ from nbdist.strategy.choose import choose
 from nbdist.switch.rank.switch import switch
 from tests.programs.rank import everyone, n, rank, refusal, user
 from tests.programs.training import make, use
-from tests.support.torch_ranks import on_ranks, run_ranks
-from tests.support.training import needs_deepspeed
+from tests.support.torch_ranks import NEEDS_DEEPSPEED, on_ranks, run_ranks
 
 
 @on_ranks(2)
@@ -172,7 +171,7 @@ def saves_and_loads(folder: str) -> None:
     assert all(torch.equal(v, whole[k]) for k, v in accelerator.get_state_dict(model).items())
 
 
-@needs_deepspeed
+@NEEDS_DEEPSPEED
 def test_what_deepspeed_saves_is_loaded_under_ddp(tmp_path: Path) -> None:
     """But for moments; model and optimizer are prepared in one call."""
     run_ranks(tmp_path / "run", 2, saves_and_loads, arguments={"folder": str(tmp_path)})

@@ -1,6 +1,7 @@
 """DeepSpeed takes model and optimizer over; numbers stay those of one process."""
 
 import contextlib
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from tests.programs.parity import build_alone
 from tests.programs.rank import n, rank, refusal
-from tests.support.torch_ranks import on_ranks
-from tests.support.training import HAS_DEEPSPEED, needs_deepspeed
+from tests.support.torch_ranks import NEEDS_DEEPSPEED, on_ranks
 
 
 class Model(nn.Module):
@@ -149,7 +149,7 @@ def move(old: int, new: int, precision: str) -> None:
     after.engine.destroy()
 
 
-@needs_deepspeed
+@NEEDS_DEEPSPEED
 @pytest.mark.timeout(300)
 @on_ranks(2, limit_s=280.0)
 def test_stages_and_offload_train_as_one_process() -> None:
@@ -176,14 +176,14 @@ def job(**options: Any) -> ModelBuild:
     return build_alone(torch.nn.Linear(2, 2), choice)
 
 
-@pytest.mark.skipif(HAS_DEEPSPEED, reason="deepspeed is installed")
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="deepspeed is installed")
 def test_a_missing_package_is_named_with_the_way_to_get_it() -> None:
     """Before a model is touched; so are strategies that need none."""
     with pytest.raises(OptionError, match=r"nbdist\[deepspeed\].*Or use zero1"):
         deepspeed.STEP.plan(job(), {})
 
 
-@needs_deepspeed
+@NEEDS_DEEPSPEED
 def test_options_that_do_not_go_together_are_refused() -> None:
     """NVMe is for stage 3."""
     with pytest.raises(OptionError, match=r"stage 3 only, not in 2\. Use --stage 3, or --offload"):

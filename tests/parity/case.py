@@ -52,7 +52,7 @@ _MIXTURES = ("experts", "mixtral")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One comparison: what is typed behind %dist_strategy, and a key of the texts' MODELS."""
+    """One comparison: what is typed behind %dist_strategy, and a key of MODELS."""
 
     typed: str
     model: str = "plain"
@@ -99,10 +99,10 @@ def worst_of_ranks(
     """The largest differences of any rank in each comparison, none of which is too large.
 
     Args:
-        ranks: They end with `found`: for each case its differences, or an error's text.
+        ranks: They end with `differences`: for each case its differences, or an error's text.
         cases: For each what it is, for messages, and its limits; None where there is none.
     """
-    results = [result["found"] for result in ranks.results()]
+    results = [result["differences"] for result in ranks.results()]
     worst = []
     for number, (case, limits) in enumerate(cases):
         differences = [result[number] for result in results]

@@ -1,14 +1,14 @@
 """Training goes on from a checkpoint on other ranks as if nothing had happened."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.parity.case import EXACT, LIMITS, Measured, record, worst_of_ranks
 from tests.parity.cases import SAVED
-from tests.parity.texts_checkpoint import CHECKPOINTS
+from tests.parity.ranks import checkpoints
 from tests.support.torch_ranks import TorchRanks
 
 Jobs = Sequence[Sequence[object]]
@@ -16,18 +16,18 @@ Jobs = Sequence[Sequence[object]]
 
 def test_what_two_ranks_have_saved_goes_on_on_four_and_on_one(tmp_path: Path) -> None:
     """Fully sharded; then in two dims, and whole. Losses, rates, moments, steps, order of data."""
-    _run(tmp_path, 2, [("saved", "fsdp")], BLOCKS="2")
-    _run(tmp_path, 4, [("loaded", "fsdp --tp 2", "fsdp", 2)], BLOCKS="2")
-    _run(tmp_path, 1, [("loaded", "ddp", "fsdp", 2)], BLOCKS="2")
+    _run(tmp_path, 2, [("saved", "fsdp")], blocks=2)
+    _run(tmp_path, 4, [("loaded", "fsdp --tp 2", "fsdp", 2)], blocks=2)
+    _run(tmp_path, 1, [("loaded", "ddp", "fsdp", 2)], blocks=2)
 
 
 def test_experts_go_on_on_other_ranks(tmp_path: Path) -> None:
     """Of a Mixtral: two ranks have four each, four ranks two or, twice, four, one rank all."""
     source = "ep", 2
-    _run(tmp_path, 2, [("saved", "ep")], KIND="mixtral")
+    _run(tmp_path, 2, [("saved", "ep")], kind="mixtral")
     four = ("fsdp --ep 2", "ep")
-    _run(tmp_path, 4, [("loaded", name, *source) for name in four], KIND="mixtral")
-    _run(tmp_path, 1, [("loaded", "ddp", *source)], KIND="mixtral")
+    _run(tmp_path, 4, [("loaded", name, *source) for name in four], kind="mixtral")
+    _run(tmp_path, 1, [("loaded", "ddp", *source)], kind="mixtral")
 
 
 @pytest.fixture(scope="module", name="saved")
@@ -63,18 +63,21 @@ def test_every_pair(saved: Path, n: int) -> None:
 def test_a_tied_model_of_hugging_face(tmp_path: Path, is_async: bool) -> None:
     """GPT-2, saved while training waits or goes on, under each strategy and loaded under each."""
     names = SAVED[2]
-    env = {"KIND": "gpt2", "ASYNC": "yes" if is_async else "no"}
-    _run(tmp_path, 2, [("saved", name) for name in names], **env)
+    how = {"kind": "gpt2", "is_async": is_async}
+    _run(tmp_path, 2, [("saved", name) for name in names], **how)
     jobs = [("loaded", after, before, 2) for after in names for before in names]
-    _run(tmp_path, 2, jobs, **env)
-    _run(tmp_path, 4, [("loaded", "pp --tp 2", name, 2) for name in names], **env)
+    _run(tmp_path, 2, jobs, **how)
+    _run(tmp_path, 4, [("loaded", "pp --tp 2", name, 2) for name in names], **how)
 
 
-def _run(folder: Path, n: int, jobs: Jobs, **env: str) -> list[dict[str, float]]:
+def _run(
+    folder: Path, n: int, jobs: Jobs, *, is_async: bool = False, **how: Any
+) -> list[dict[str, float]]:
     """The worst of all ranks for each job, which is close enough."""
-    variables = {"FOLDER": str(folder / "saved"), "JOBS": json.dumps(jobs)}
-    variables |= {"KIND": "plain", "ASYNC": "no", "HF_HUB_OFFLINE": "1", **env}
+    arguments = {"folder": str(folder / "saved"), "todo": jobs, "is_async": is_async, **how}
     limit_s = 80.0 if len(jobs) == 1 else 200.0 + 20.0 * len(jobs)
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
-    with TorchRanks(run_dir, n, CHECKPOINTS, limit_s, **variables) as ranks:
+    with TorchRanks(
+        run_dir, n, checkpoints, limit_s, arguments=arguments, HF_HUB_OFFLINE="1"
+    ) as ranks:
         return worst_of_ranks(ranks, [(job, LIMITS) for job in jobs])

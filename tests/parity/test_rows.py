@@ -1,6 +1,5 @@
 """One cell of plain Accelerate gives, under every strategy and option, what one process gives."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,15 +10,14 @@ import pytest
 from nbdist.strategy.options import OPTIONS
 from tests.parity.case import Case, Measured, record, worst_of_ranks
 from tests.parity.cases import DEEPSPEED, LEFT_OUT, LONG, NAMES, SHORT
-from tests.parity.texts import ROWS
-from tests.support.torch_ranks import LIMIT_S, TorchRanks
-from tests.support.training import needs_deepspeed
+from tests.parity.ranks import rows
+from tests.support.torch_ranks import LIMIT_S, NEEDS_DEEPSPEED, TorchRanks
 
 
 @pytest.mark.parametrize("n", SHORT)
 def test_every_strategy_once(tmp_path: Path, n: int) -> None:
     """Loss, gradients and parameters of two steps; the ranks' seeds differ."""
-    _compare(tmp_path, n, SHORT[n], steps=2, BLOCKS="4")
+    _compare(tmp_path, n, SHORT[n], steps=2, blocks=4)
 
 
 @pytest.mark.parity
@@ -34,7 +32,7 @@ def test_every_option(tmp_path: Path, n: int, what: str) -> None:
 @pytest.mark.parity
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@needs_deepspeed
+@NEEDS_DEEPSPEED
 @pytest.mark.parametrize("case", DEEPSPEED, ids=lambda case: case.typed)
 def test_deepspeed(tmp_path: Path, case: Case) -> None:
     """Each stage, in a process of its own."""
@@ -67,13 +65,14 @@ def _compare(
     cases: Sequence[Case],
     limit_s: float = LIMIT_S,
     steps: int = 3,
-    **env: str,
+    blocks: int = 0,
 ) -> list[dict[str, Any]]:
     """The worst of all ranks for each, which is close enough."""
-    given = json.dumps([(case.typed, case.model) for case in cases])
+    typed = [(case.typed, case.model) for case in cases]
+    arguments = {"cases": typed, "steps": steps, "blocks": blocks}
     allowed = [case.tolerance for case in cases]
     limits = [
         {**asdict(tolerance), "rate": 1e-12, "norm": tolerance.parameters} for tolerance in allowed
     ]
-    with TorchRanks(folder, n, ROWS, limit_s, CASES=given, STEPS=str(steps), **env) as ranks:
+    with TorchRanks(folder, n, rows, limit_s, arguments=arguments) as ranks:
         return worst_of_ranks(ranks, list(zip(cases, limits, strict=True)))

@@ -1,7 +1,6 @@
 """A live model goes from each strategy to each other one, and trains as if nothing had happened."""
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests.parity.case import EXACT, LIMITS, Measured, record, worst_of_ranks
 from tests.parity.cases import SWITCHED, WALKS, circuit
-from tests.parity.texts import SWITCHES
+from tests.parity.ranks import switches
 from tests.support.torch_ranks import TorchRanks
 
 _EVERYWHERE = ["ddp", "tp --sequence-parallel", "fsdp", "tp", "pp", "cp", "single"]
@@ -60,8 +59,8 @@ def test_the_walk_takes_each_pair_once() -> None:
 
 def _walk(folder: Path, n: int, model: str, path: Sequence[str], limit_s: float) -> None:
     pairs = list(itertools.pairwise(path))
-    given = {"SWITCHED": json.dumps(path), "KIND": model}
-    with TorchRanks(folder, n, SWITCHES, limit_s, **given) as ranks:
+    arguments = {"path": path, "kind": model}
+    with TorchRanks(folder, n, switches, limit_s, arguments=arguments) as ranks:
         limits = _LIMITS_OF_LORA if model == "lora" else LIMITS
         worst = worst_of_ranks(ranks, [(pair, limits) for pair in pairs])
     for (before, after), off in zip(pairs, worst, strict=True):

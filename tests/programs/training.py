@@ -1,18 +1,15 @@
 """A small language model with a list of blocks, its data, and how it is made and prepared."""
 
-import gc  # noqa: F401  # for texts, which take all names from here
 import os
 import traceback
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs  # noqa: F401
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset  # noqa: F401
+from torch.utils.data import TensorDataset
 
 from nbdist.parallel import registry
-from nbdist.parallel.accelerator.accelerator import Accelerator  # noqa: F401
 from nbdist.strategy.choose import choose
 
 N_BLOCKS = int(os.environ.get("BLOCKS", "4"))

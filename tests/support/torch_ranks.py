@@ -32,6 +32,9 @@ from tests.support.kernel import notebook_env
 
 # Asked without an import of it, which takes seconds in each process that collects tests.
 NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="needs PEFT")
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="deepspeed is not installed (the extra `deepspeed`)"
+)
 
 # Ranks end by themselves after LIMIT_S, with all threads' stacks; the test waits a little longer.
 LIMIT_S = 200.0
