@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from nbdist.core import topology
-from nbdist.core.rank import this_rank  # noqa: F401  # for texts, which take all names from here
 from nbdist.engine import join as runtime
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import common_store, gloo_abort
@@ -41,7 +40,7 @@ def run() -> None:
     join()
     exec(marshal.loads(code), main)
     program = getattr(main[name], "__wrapped__", main[name])
-    done(**(program(**arguments) or {}))
+    _end(program(**arguments) or {})
 
 
 def join() -> None:
@@ -69,7 +68,7 @@ def join_over_a_port(address: str) -> None:
     runtime.join_by_plan(plan, rank, ("", address, int(wait_for("port", [0])[0])))
 
 
-def done(**result: Any) -> None:
+def _end(result: dict[str, Any]) -> None:
     """End this process with a result."""
     say("result", json.dumps(result).encode())
     sys.stdout.flush()

@@ -15,6 +15,7 @@ from tests.support.forks import Forked, ForkServer
 from tests.support.kernel import notebook_env
 
 _TIMEOUT_S = 100.0
+_BEHIND_S = 60.0  # a rank is so long behind one that has ended
 # torch 2.13 aborts now and then at the very end, where a DDP model holds a group that has been
 # destroyed (1 of 14 on a busy machine), or waits there for ever (seen once, when the other rank had
 # ended). Each rank has printed all by then, which is compared.
@@ -64,8 +65,14 @@ def started(
         log.unlink(missing_ok=True)
         forks.append((_server().fork(text, env, log), log))
     codes: list[int] = []
-    for fork, log in forks:
-        codes.append(_code_of(fork, log, script, others_ended=bool(codes) and {*codes} <= ENDED))
+    try:
+        for fork, log in forks:
+            has_ended = bool(codes) and {*codes} <= ENDED
+            codes.append(_code_of(fork, log, script, others_ended=has_ended))
+    except subprocess.TimeoutExpired:
+        for fork, _ in forks:
+            fork.kill()
+        raise
     texts = [script.with_name(f"{rank}.out").read_text() for rank in range(ranks)]
     errors = [log.read_text() for _, log in forks]
     return Started([unlabelled(text) for text in texts], errors, codes)
@@ -73,7 +80,7 @@ def started(
 
 def _code_of(fork: Forked, log: Path, script: Path, *, others_ended: bool) -> int:
     try:
-        return fork.wait(_TIMEOUT_S)
+        return fork.wait(_BEHIND_S if others_ended else _TIMEOUT_S)
     except subprocess.TimeoutExpired:
         fork.send_signal(signal.SIGABRT)  # faulthandler tells where it is
         code = fork.wait(_TIMEOUT_S)

@@ -138,7 +138,7 @@ def test_a_script_may_be_left_waiting_at_its_own_end_alone(
         "import os, threading\ndef spin():\n    while True: pass\n"
         f"if os.environ['RANK'] == '1': {wait}\nprint('done')\n"
     )
-    monkeypatch.setattr(scripts, "_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(scripts, "_BEHIND_S", 2.0)
     if is_told:
         with pytest.raises(subprocess.TimeoutExpired):
             scripts.started(script)

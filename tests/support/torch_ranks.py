@@ -17,7 +17,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -40,7 +39,7 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
 LIMIT_S = 200.0
 MORE_S = 10.0
 POLL_S = 0.01
-# What forks have imported: most texts need it, torch imports torch._dynamo for DDP, and models of
+# What forks have imported: programs need it, torch imports torch._dynamo for DDP, and models of
 # libraries cost each rank half as much as torch.
 _OF_LIBRARIES = (
     "transformers.models.gpt2.modeling_gpt2",
@@ -61,26 +60,24 @@ IMPORTED = (
 )
 ENV = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
-# What a text begins with: its place, the modules, and the ways to hang, wait and answer.
-PRELUDE = "from tests.programs.rank import *\njoin()\n"
 RUN = "__import__('tests.programs.rank', fromlist=['run']).run()"
 
 Program = Callable[..., dict[str, Any] | None]
 
 
 class TorchRanks:
-    """Ranks 0 to n-1, each running the same program, or text after `PRELUDE`. A context manager.
+    """Ranks 0 to n-1, each running the same program. A context manager.
 
-    A program returns what its rank ends with, `limit_s` after its start at the latest; a text
-    calls `done(key=value, ...)`. They join over a file; with TEST_ADDRESS over a port there.
-    TEST_NETWORKS has a network namespace for each, as a file below /proc.
+    A program returns what its rank ends with, `limit_s` after its start at the latest. Ranks join
+    over a file; with TEST_ADDRESS over a port there. TEST_NETWORKS has a network namespace for
+    each, as a file below /proc.
     """
 
     def __init__(
         self,
         folder: Path,
         size: int,
-        program: Program | str,
+        program: Program,
         limit_s: float = LIMIT_S,
         *,
         arguments: Mapping[str, Any] | None = None,
@@ -103,7 +100,6 @@ class TorchRanks:
         self.folder = folder
         self.size = size
         self.limit_s = limit_s
-        self._text = RUN if callable(program) else PRELUDE + textwrap.dedent(program)
         self._env = env
         self._is_new = is_new or any(
             name.startswith("TORCH") and name != "TORCH_DISTRIBUTED_DEBUG" for name in env
@@ -112,10 +108,9 @@ class TorchRanks:
         folder.mkdir(parents=True, exist_ok=True)
         start = {"world_size": size, "backend": "auto", "deadline_s": 60.0, "gpus": []}
         (folder / "start.json").write_text(json.dumps(start))
-        if callable(program):
-            path = inspect.getfile(inspect.unwrap(program))
-            parts = compiled(path), path, program.__name__, arguments or {}
-            (folder / "program").write_bytes(pickle.dumps(parts))
+        path = inspect.getfile(inspect.unwrap(program))
+        parts = compiled(path), path, program.__name__, arguments or {}
+        (folder / "program").write_bytes(pickle.dumps(parts))
         if not self._is_new:
             [_server(rank) for rank in range(size)]  # they import side by side
         for rank in range(size):
@@ -187,11 +182,11 @@ class TorchRanks:
         environment = notebook_env({**place, **run, **ENV, **self._env, **env})
         path = self.folder / f"log.{rank}"
         if not self._is_new:
-            self._processes[rank] = _server(rank).fork(self._text, environment, path)
+            self._processes[rank] = _server(rank).fork(RUN, environment, path)
             return
         with path.open("ab") as log:
             self._processes[rank] = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", self._text],
+                [sys.executable, "-W", "ignore", "-c", RUN],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -200,7 +195,7 @@ class TorchRanks:
 
 
 def run_ranks(
-    folder: Path, size: int, program: Program | str, limit_s: float = LIMIT_S, **more: Any
+    folder: Path, size: int, program: Program, limit_s: float = LIMIT_S, **more: Any
 ) -> list[dict[str, Any]]:
     """What ranks have ended with that ran a program, as `TorchRanks` has it."""
     with TorchRanks(folder, size, program, limit_s, **more) as ranks:
