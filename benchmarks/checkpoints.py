@@ -136,8 +136,8 @@ class Rank:
     def __init__(self, rank: int, millions: int, folder: Path) -> None:
         import torch
 
-        from nbdist.parallel import registry
         from nbdist.parallel.accelerator.accelerator import Accelerator
+        from nbdist.parallel.live import registry
         from nbdist.strategy.choose import choose
 
         join_nbdist(RANKS, folder)

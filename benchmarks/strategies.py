@@ -154,8 +154,8 @@ def _optimizer(strategy: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _ours(strategy: str, rank: int) -> Step:
-    from nbdist.parallel import registry
     from nbdist.parallel.accelerator.accelerator import Accelerator
+    from nbdist.parallel.live import registry
     from nbdist.strategy.choose import choose
 
     given = {"microbatches": MICROBATCHES} if strategy == "pp" else {}

@@ -216,8 +216,8 @@ class Trainer:
 def _ours(rank: int, folder: Path) -> None:
     import torch
 
-    from nbdist.parallel import registry
     from nbdist.parallel.accelerator.accelerator import Accelerator
+    from nbdist.parallel.live import registry
     from nbdist.strategy.choose import choose
     from nbdist.switch.rank import switch
 

@@ -89,8 +89,8 @@ def _taken(strategy: str, folder: Path) -> Taken:
 def _ours(rank: int, folder: Path) -> None:
     import torch
 
-    from nbdist.parallel import registry
     from nbdist.parallel.accelerator.accelerator import Accelerator
+    from nbdist.parallel.live import registry
     from nbdist.strategy.choose import choose
     from nbdist.verification.rank.verify import verify
     from nbdist.verification.verdict import StepRequest

@@ -23,7 +23,7 @@ from tests.test_packaging import bounds
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "nbdist"
-MAX_FILES = 20
+MAX_FILES, MAX_LINES, MAX_FUNCTION = 20, 600, 50
 
 # From the bottom up: a file imports its own package and those before it.
 FLOORS = (
@@ -59,6 +59,8 @@ FLOORS = (
 )
 # What a module on the rank's side has in its path, and what stands beside the kernel's side.
 RANK_WORDS = {"rank", "parallel", "engine", "fake"}
+# Programs of their own: what watches a run or a host, and ipyparallel's controller.
+PROGRAM_WORDS = ("agent", "controller")
 NOTEBOOK_PACKAGES = {"notebook", "commands", "frontend", "client", "testing"}
 # The kernel never loads torch: it must start at once and never touch a GPU.
 HEAVY = {"torch", "accelerate"}
@@ -67,6 +69,8 @@ BANNED = {
     "view": HEAVY | {"ipyparallel"},
     "kernel": HEAVY,
     "notebook": HEAVY,
+    "controller": HEAVY,
+    "agent": HEAVY | {"IPython", "ipykernel", "ipyparallel", "ipywidgets", "zmq"},
     "pure": HEAVY | {"IPython", "ipykernel", "ipyparallel", "ipywidgets", "zmq"},
 }
 # Which sides a module of one side may import.
@@ -74,8 +78,10 @@ REACH = {
     "pure": {"pure"},
     "rank": {"pure", "rank"},
     "view": {"pure", "view"},
-    "kernel": {"pure", "kernel"},
-    "notebook": {"pure", "kernel", "view", "notebook"},
+    "kernel": {"pure", "agent", "kernel"},
+    "notebook": {"pure", "agent", "kernel", "view", "notebook"},
+    "agent": {"agent"},
+    "controller": {"pure", "controller"},
 }
 # Libraries beside numpy that pure code may use, by module.
 PURE_LIBRARIES = {
@@ -86,6 +92,15 @@ PURE_LIBRARIES = {
 }
 # What only some machines have; the code imports it late and goes on without it.
 OPTIONAL_MODULES = {"deepspeed", "nbval", "peft", "pytest", "transformers", "viztracer"}
+# A program that is run by its path and begins without nbdist, so it has no second file. Not more.
+LONG = {"nbdist.engine.fork_server": 649}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# As a comment names a file: from the root, or from the package.
+NAMED_FILE = re.compile(
+    r"(?<![\w./-])((?:nbdist|tests|benchmarks|"
+    + "|".join(name for name in FLOORS if name not in {"errors", "testing"})
+    + r")/[\w/]+\.py)\b"
+)
 # What a local is not called: the word says nothing of what it holds.
 VAGUE = {"found", "kept", "known", "one", "own", "told"}
 # Where an engine process begins: it hands itself over to ipyparallel.
@@ -151,13 +166,13 @@ def sources() -> dict[str, Path]:
 
 
 def side(module: str) -> str:
-    """Where the lines of a module run: "rank", "kernel", "view", "notebook", or "pure"."""
+    """Where the lines of a module run, as a key of BANNED."""
     words = module.split(".")[1:]
     if RANK_WORDS & {*words}:
         return "rank"
     if words[:2] == ["panel", "kernel"]:  # it draws and runs verbs
         return "notebook"
-    for word in ("view", "kernel"):
+    for word in ("view", "kernel", *PROGRAM_WORDS):
         if word in words:
             return word
     return "notebook" if not words or words[0] in {*NOTEBOOK_PACKAGES, "__main__"} else "pure"
@@ -230,12 +245,10 @@ def library_problem(module: str, name: str) -> str | None:
     here, top = side(module), name.split(".", maxsplit=1)[0]
     if top in BANNED[here] and module != ENGINE_ENTRY:
         return f"imports {name}: not on the side {here!r}"
-    if here == "pure" and top not in {
-        *sys.stdlib_module_names,
-        "numpy",
-        *PURE_LIBRARIES.get(module, ()),
-    }:
-        return f"imports {name}: pure code has the standard library and numpy alone"
+    libraries = {"pure": {"numpy", *PURE_LIBRARIES.get(module, ())}, "agent": set[str]()}
+    if here in libraries and top not in {*sys.stdlib_module_names, *libraries[here]}:
+        numpy = " and numpy" if here == "pure" else ""
+        return f"imports {name}: {here} code has the standard library{numpy} alone"
     return None
 
 
@@ -257,7 +270,51 @@ def problems(source: str, module: str) -> list[str]:
     sentences |= {f"has a local {name!r}" for name in sorted(VAGUE & bound(tree))}
     if ast.get_docstring(tree) is None:
         sentences.add("has no docstring")
+    if (lines := source.count("\n")) > LONG.get(module, MAX_LINES):
+        sentences.add(f"has {lines} lines, more than {MAX_LINES}")
+    sentences |= {
+        f"{node.name} has {lines} lines, more than {MAX_FUNCTION}"
+        for node in nodes_of(tree)
+        if isinstance(node, FUNCTIONS) and (lines := statement_lines(node)) > MAX_FUNCTION
+    }
+    sentences |= {f"names {path}, which does not exist" for path in named_files(source)}
     return sorted(f"{module} {sentence}" for sentence in sentences if sentence)
+
+
+def statement_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    assert function.end_lineno is not None
+    has_docstring = ast.get_docstring(function) is not None
+    docstring = function.body[0] if has_docstring else None
+    ends = (docstring.lineno, docstring.end_lineno or 0) if docstring else (1, 0)
+    return function.end_lineno - function.lineno + 1 - (ends[1] - ends[0] + 1)
+
+
+def named_files(source: str) -> set[str]:
+    """Files of this repository that a text names and that do not exist."""
+    named = {*NAMED_FILE.findall(source)}
+    return {path for path in named if not ((ROOT / path).exists() or (PACKAGE / path).exists())}
+
+
+def twice_named() -> set[str]:
+    """Public classes that share their name."""
+    classes = Counter(
+        node.name
+        for path in sources().values()
+        for node in parsed(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    return {name for name, count in classes.items() if count > 1}
+
+
+def folders(edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Folder -> folders that its modules import; the root, whose errors all import, is left out."""
+    folder_of = {module: module_name(path.parent) for module, path in sources().items()}
+    joined: dict[str, set[str]] = {folder: set() for folder in folder_of.values()}
+    for module, targets in edges.items():
+        here = folder_of[module]
+        joined[here] |= {folder_of[target] for target in targets} - {here, "nbdist"}
+    return joined
 
 
 @functools.cache
@@ -287,25 +344,30 @@ def reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def violations() -> set[str]:
-    """All that breaks a rule: an import, a name, a docstring, a circle, a crowded folder."""
+    """All that breaks a rule, as sentences."""
     wrong = {
         sentence
         for module, path in sources().items()
         for sentence in problems(path.read_text(encoding="utf-8"), module)
     }
-    edges = graph()
-    circles = {f"{module} is in a circle" for module in edges if module in reachable(module, edges)}
+    circles = {
+        f"{name} is in a circle"
+        for edges in (graph(), folders(graph()))
+        for name in edges
+        if name in reachable(name, edges)
+    }
     sizes = Counter(str(path.parent.relative_to(ROOT)) for path in sources().values())
     crowded = {
         f"{folder} has more than {MAX_FILES} files"
         for folder, count in sizes.items()
         if count > MAX_FILES
     }
-    return wrong | circles | crowded
+    shared = {f"the name {name} has two classes" for name in twice_named()}
+    return wrong | circles | crowded | shared
 
 
 def test_the_house_keeps_its_rules() -> None:
-    """Every import, name, docstring, circle and folder of the package is as it should be."""
+    """Imports, names, docstrings, circles and sizes of the package are as they should be."""
     assert violations() == set()
 
 

@@ -16,7 +16,7 @@ from nbdist.bandwidth.sizes import ITEM_BYTES
 from nbdist.core import procfs
 from nbdist.core.rank import this_rank
 from nbdist.parallel.accelerator import lazy
-from nbdist.parallel.consensus import interrupts_held
+from nbdist.parallel.base.consensus import interrupts_held
 
 MAX_RUNS = 100
 # Values repeat after a prime, so that parts of equal length differ; sums of them are exact.

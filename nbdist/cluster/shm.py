@@ -22,7 +22,7 @@ REMEDY = (
 def folder_prefix(uid: int, run: str) -> str:
     """What the names of a run's folders in /dev/shm begin with; `run` is that of its run folder.
 
-    cluster/kernel/guardian.py, which imports nothing, has the same.
+    cluster/agent/guardian.py, which imports nothing, has the same.
     """
     return f"nbdist-{uid}-{run}-"
 

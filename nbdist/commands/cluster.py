@@ -13,9 +13,9 @@ from typing import Any
 from nbdist.cells.kernel import kept_runs, wait
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
+from nbdist.cluster.agent.guardian import LOG
 from nbdist.cluster.hosts import parse_hosts
 from nbdist.cluster.kernel import keep, profiles, run_dir, runs
-from nbdist.cluster.kernel.guardian import LOG
 from nbdist.cluster.kernel.keep import DEFAULT_KEEP_S
 from nbdist.cluster.kernel.launcher import DEBUG_LEVELS
 from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions

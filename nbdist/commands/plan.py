@@ -59,7 +59,7 @@ from nbdist.planner.request import (
     with_precision,
     with_samples,
 )
-from nbdist.planner.search import Space, advised, search
+from nbdist.planner.search import SearchSpace, advised, search
 from nbdist.planner.view.check_view import shown_check
 from nbdist.planner.view.plan_view import PlanView, shown_plan
 from nbdist.planner.view.search_view import shown_search
@@ -123,7 +123,7 @@ def make_plan(
     if request.is_search:
         typed = {word: value for word, value in typed.items() if value not in (None, False)}
         precisions = tuple(dict.fromkeys([str(given.get("precision", "bf16")), "fp32"]))
-        space = Space(
+        space = SearchSpace(
             shape, device, world_size, load, strategy or "", typed, precisions, measured, formulas
         )
         return _searched(space, request, len(ranks_on), (*assumed, *assumed_ranks), amounts)
@@ -153,7 +153,7 @@ def _with_limits(
 
 
 def _searched(
-    space: Space, request: PlanRequest, hosts: int, assumed: tuple[str, ...],
+    space: SearchSpace, request: PlanRequest, hosts: int, assumed: tuple[str, ...],
     amounts: Mapping[str, float],
 ) -> PlanView:  # fmt: skip
     """All configurations of a space, and the lines that take the chosen one."""

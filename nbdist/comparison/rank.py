@@ -28,13 +28,9 @@ from torch.utils.data import DataLoader
 
 from nbdist.comparison.comparison import CellMemory, HeldMemory
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.loader_state import keep_loops
-from nbdist.parallel.dp import fsdp
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard.full_state import local_state
-from nbdist.parallel.tensors import local_of
-from nbdist.parallel.training_state import (
+from nbdist.parallel.base.tensors import local_of
+from nbdist.parallel.base.training_state import (
     PutBack,
     generators,
     keep_accelerator,
@@ -43,6 +39,10 @@ from nbdist.parallel.training_state import (
     keep_optimizer,
     keep_values,
 )
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.live import registry
+from nbdist.parallel.live.prepared import Prepared
+from nbdist.parallel.reshard.full_state import local_state
 from nbdist.rpc.rank import namespace
 from nbdist.strategy.choice import label, rows_of
 from nbdist.switch.rank.commit import display_name

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from nbdist.errors import OptionError
-from nbdist.parallel import build
-from nbdist.parallel.blocks import find_blocks
-from nbdist.parallel.registry import current, prepared
+from nbdist.parallel.base.blocks import find_blocks
+from nbdist.parallel.live import build
+from nbdist.parallel.live.registry import current, prepared
 
 
 def block_classes() -> tuple[str, ...]:

@@ -16,11 +16,14 @@ code (nbdist.parallel.reshard.redistribute) tells without knowing for whom.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from nbdist.core import units
 from nbdist.core.ranks import rank_label
+
+# Is told a sentence at each stage of what takes long, such as a start.
+Reporter = Callable[[str], None]
 
 BYTES = "bytes"
 # Ranks that are ahead of the last one by less are in step with it.

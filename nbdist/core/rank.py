@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist.core.topology import InterfaceChoice, RankPlace, Topology
+from nbdist.core.interface import InterfaceChoice
+from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import StartError
 
 if TYPE_CHECKING:

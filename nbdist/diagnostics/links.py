@@ -14,7 +14,7 @@ from typing import Any
 
 from nbdist.core import procfs
 from nbdist.core.gpus import GpuReadings
-from nbdist.core.topology import INNER_INTERFACE, InterfaceChoice
+from nbdist.core.interface import INNER_INTERFACE, InterfaceChoice
 
 SYS = Path("/sys")
 LINKER_CACHE = Path("/etc/ld.so.cache")

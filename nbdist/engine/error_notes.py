@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from nbdist.parallel.prepared import Prepared
+    from nbdist.parallel.live.prepared import Prepared
 
 # Errors about shapes, and about parts together with whole tensors.
 _MISFIT = re.compile(
@@ -44,7 +44,7 @@ def explain(error: BaseException) -> str:
     if _NO_TARGET.match(str(error)):
         return _targets(error)
     # Not imported for this: accelerate comes with it.
-    registry = sys.modules.get("nbdist.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.live.registry")
     models: Iterable[Prepared] = () if registry is None else registry.prepared()
     notes = (find(model, error) for model in models for find in (_stage, _freed, _added))
     return next(filter(None, notes), "")

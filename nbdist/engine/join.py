@@ -26,13 +26,12 @@ from IPython import get_ipython
 
 from nbdist.cluster import nccl_env, run_owner
 from nbdist.core import host, topology
+from nbdist.core.interface import INTERFACE_VARIABLES, InterfaceChoice, choose_interface
 from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import (
-    INTERFACE_VARIABLES,
     EngineReport,
     Gpu,
-    InterfaceChoice,
     RankPlace,
     StoreAt,
     Topology,
@@ -64,9 +63,9 @@ from nbdist.hang.rank import (
 from nbdist.hang.recovery import GroupSpec
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
-from nbdist.parallel import events
 from nbdist.parallel.accelerator import torch_clip, torch_grad
 from nbdist.parallel.accelerator.lazy import AcceleratorProxy
+from nbdist.parallel.base import events
 from nbdist.recording.rank import cell_hook
 from nbdist.rpc.rank import cell_hooks, crash_files
 from nbdist.strategy.choice import Strategy
@@ -365,7 +364,7 @@ def _choose_interface(hostname: str, path: str, address: str, _port: int) -> Int
     reach it.
     """
     own_address = "127.0.0.1" if path else host.address_toward(address)
-    interface = topology.choose_interface(
+    interface = choose_interface(
         hostname,
         {name: stats.isup for name, stats in psutil.net_if_stats().items()},
         facts.addresses(), own_address, "" if path else address, os.environ,

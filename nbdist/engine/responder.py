@@ -84,7 +84,7 @@ def standing() -> tuple[Topology, int, int, Strategy]:
     generation, run = call_log.newest()
     topology = this_rank().topology
     # Not imported for this: accelerate comes with it.
-    registry = sys.modules.get("nbdist.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.live.registry")
     strategy = registry.current() if registry else default_choice(topology.world_size)
     return topology, generation, run, strategy
 

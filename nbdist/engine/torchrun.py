@@ -24,10 +24,10 @@ from nbdist.core import topology
 from nbdist.core.rank import Rank, has_joined, joined, this_rank
 from nbdist.engine import facts, host_staging, partial_state
 from nbdist.errors import CheckpointError, StartError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator import torch_clip, torch_grad
 from nbdist.parallel.accelerator.accelerator import LazyAccelerator
-from nbdist.parallel.consensus import all_gather_object, all_or_none, default_store
+from nbdist.parallel.base.consensus import all_gather_object, all_or_none, default_store
+from nbdist.parallel.live import registry
 from nbdist.strategy.choice import described
 from nbdist.strategy.choose import StrategySpec
 from nbdist.switch.rank import switch as rank_switch

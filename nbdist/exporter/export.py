@@ -29,7 +29,7 @@ from nbdist.exporter.cell import (
     LineMagic,
     Note,
 )
-from nbdist.exporter.script import Names, Piece, RankCall, ScriptSettings
+from nbdist.exporter.script import Names, RankCall, ScriptPart, ScriptSettings
 from nbdist.strategy.choice import Strategy, described
 from nbdist.strategy.choose import StrategySpec, default_choice
 
@@ -290,7 +290,7 @@ class _Walk:
     names: Names
     accelerators: str = ACCELERATE
     mode: str = LOCAL
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ScriptPart] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     calls: list[tuple[int, str]] = field(default_factory=list)
@@ -314,7 +314,7 @@ class _Walk:
             # Its headings, as comments.
             bare = re.sub(r"^```.*?(^```|\Z)", "", cell.text, flags=re.MULTILINE | re.DOTALL)
             headings = [line for line in bare.split("\n") if re.match(r"#{1,6} ", line)]
-            self.pieces += [Piece(0, "", text=f"# {line}") for line in headings]
+            self.pieces += [ScriptPart(0, "", text=f"# {line}") for line in headings]
         elif cell.problem:
             self._leave(cell, cell.problem)
         elif cell.text.strip():
@@ -407,10 +407,10 @@ class _Walk:
                 "the script does not do it. Write it as a line of its own"
             )
             self.remarks.append(remark)
-            self.pieces.append(Piece(0, "", text=text.comment(remark)))
+            self.pieces.append(ScriptPart(0, "", text=text.comment(remark)))
             return
         self.calls.append((cell.number, typed.typed))
-        self.pieces.append(Piece(cell.number, typed.typed, call=call))
+        self.pieces.append(ScriptPart(cell.number, typed.typed, call=call))
 
     def _distributed(self, cell: NotebookCell, body: str, where: Magic) -> None:
         try:
@@ -427,7 +427,7 @@ class _Walk:
             ranks = tuple(sorted(set(parse_numbers(where.ranks, "ranks"))))
         typed = cell.text.strip("\n")
         title = next((line.strip() for line in typed.split("\n") if line.startswith("%%")), "")
-        self.pieces.append(Piece(cell.number, title, part, ranks, typed))
+        self.pieces.append(ScriptPart(cell.number, title, part, ranks, typed))
         self.notes += [Note(kind, cell.number, what) for kind, what in part.notes]
         if where.timeout_s is not None:
             self.notes.append(Note("timeout", cell.number))
@@ -439,7 +439,7 @@ class _Walk:
             why = LEFT_OUT[kind].removeprefix("left out, ").removeprefix("there as comments: ")
             head = text.drop_unprintable(f"# %% cell {cell.number}, left out, {why}: {what}")
             body = text.comment(cell.text.strip("\n"))
-            self.pieces.append(Piece(0, "", text=f"{head}\n{body}"))
+            self.pieces.append(ScriptPart(0, "", text=f"{head}\n{body}"))
 
 
 def _check_ranks(where: Magic) -> Magic:

@@ -84,7 +84,7 @@ class RankCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ScriptPart:
     """Something that stands in the script.
 
     Attributes:
@@ -143,7 +143,9 @@ class Written:
     remark: str
 
 
-def write(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSettings) -> Written:
+def write(
+    title: str, pieces: Sequence[ScriptPart], names: Names, settings: ScriptSettings
+) -> Written:
     """The script; a cell that Python does not accept among the others stands in comments."""
     refused: dict[int, str] = {}
     while True:
@@ -181,12 +183,12 @@ def _at(line: int, head: str, blocks: Sequence[str]) -> int:
     raise AssertionError(f"line {line} is behind all cells")
 
 
-def _refusal(piece: Piece, why: str) -> Piece:
+def _refusal(piece: ScriptPart, why: str) -> ScriptPart:
     head = f"# %% cell {piece.number}, left out, {why}"
-    return Piece(0, "", text=f"{head}\n{text.comment(piece.text)}")
+    return ScriptPart(0, "", text=f"{head}\n{text.comment(piece.text)}")
 
 
-def _block(piece: Piece, names: Names) -> str:
+def _block(piece: ScriptPart, names: Names) -> str:
     if piece.call is not None:
         call, title = piece.text or piece.call.text(), text.drop_unprintable(piece.title)
         return f"# %% cell {piece.number}: {title}\n{names.this}.{call}"
@@ -206,7 +208,7 @@ def _block(piece: Piece, names: Names) -> str:
     return f"{border}\n{above}{source}"
 
 
-def _uses(pieces: Sequence[Piece], name: str) -> bool:
+def _uses(pieces: Sequence[ScriptPart], name: str) -> bool:
     """Whether a cell reads a name before any cell has given it a value."""
     for piece in pieces:
         if piece.part is None:
@@ -218,7 +220,7 @@ def _uses(pieces: Sequence[Piece], name: str) -> bool:
     return False
 
 
-def _head(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSettings) -> str:
+def _head(title: str, pieces: Sequence[ScriptPart], names: Names, settings: ScriptSettings) -> str:
     parts = [piece.part for piece in pieces if piece.part is not None]
     futures = sorted({name for part in parts for name in part.futures})
     is_async = any(part.is_async for part in parts)
@@ -334,7 +336,7 @@ def _variables(settings: ScriptSettings) -> list[str]:
     ]
 
 
-def _resumed(pieces: Sequence[Piece], names: Names) -> tuple[list[Piece], str]:
+def _resumed(pieces: Sequence[ScriptPart], names: Names) -> tuple[list[ScriptPart], str]:
     """The pieces with the place at which --resume loads, and what to say where there is none.
 
     A load that stands before the first save is where the notebook itself began. Otherwise it is
@@ -368,7 +370,7 @@ def _resumed(pieces: Sequence[Piece], names: Names) -> tuple[list[Piece], str]:
     return resumed, ""
 
 
-def _last_prepare(pieces: Sequence[Piece]) -> tuple[int, int] | None:
+def _last_prepare(pieces: Sequence[ScriptPart]) -> tuple[int, int] | None:
     """(Index of a piece, line) behind which all is prepared and nothing has trained, if any."""
     place = None
     # Functions and classes that prepare, and that train, when they are called.
@@ -396,7 +398,7 @@ def _calls(node: ast.stmt, functions: Collection[str], methods: Collection[str])
     return bool(text.read_names(node) & set(functions)) or text.calls_method(node, methods)
 
 
-def _end(pieces: Sequence[Piece], names: Names) -> str:
+def _end(pieces: Sequence[ScriptPart], names: Names) -> str:
     is_async = any(piece.part is not None and piece.part.is_async for piece in pieces)
     lines = ["# %% the end"]
     lines += [f"{names.loop}.close()"] if is_async else []

@@ -70,7 +70,7 @@ class ModelLook:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplicaDifference:
     """A tensor that is not the same on all ranks that should hold the same.
 
     Attributes:
@@ -154,7 +154,7 @@ class ReplicaCheck:
 
     ranks: tuple[int, ...]
     models: tuple[CheckedModel, ...]
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[ReplicaDifference, ...] = ()
     not_finite: tuple[NotFinite, ...] = ()
 
     @property
@@ -167,10 +167,10 @@ class ReplicaCheck:
         )
 
     @property
-    def to_measure(self) -> tuple[Difference, ...]:
+    def to_measure(self) -> tuple[ReplicaDifference, ...]:
         """The finite differences whose size is worth knowing: the first of each kind and model."""
         not_finite = {(bad.model, bad.kind, name) for bad in self.not_finite for name in bad.names}
-        chosen: list[Difference] = []
+        chosen: list[ReplicaDifference] = []
         for difference in self.differences:
             subject = difference.model, difference.kind
             n_same = sum((other.model, other.kind) == subject for other in chosen)
@@ -179,7 +179,7 @@ class ReplicaCheck:
                 chosen.append(difference)
         return tuple(chosen)
 
-    def measured(self, sizes: Mapping[Difference, float | None]) -> ReplicaCheck:
+    def measured(self, sizes: Mapping[ReplicaDifference, float | None]) -> ReplicaCheck:
         """The same with sizes of differences."""
         sized = (replace(each, largest=sizes.get(each)) for each in self.differences)
         return replace(self, differences=tuple(sized))
@@ -249,7 +249,7 @@ def _holders(on_ranks: Mapping[int, ModelLook]) -> dict[tuple[str, str, str], di
     return dict(sorted(holders.items(), key=lambda item: order[item[0][0]]))
 
 
-def _differences(name: str, on_ranks: Mapping[int, ModelLook]) -> list[Difference]:
+def _differences(name: str, on_ranks: Mapping[int, ModelLook]) -> list[ReplicaDifference]:
     differences = []
     for (kind, tensor, _), looks in _holders(on_ranks).items():
         groups: dict[tuple[int, int], list[int]] = {}
@@ -259,7 +259,7 @@ def _differences(name: str, on_ranks: Mapping[int, ModelLook]) -> list[Differenc
             counts = {count for _, count in groups}
             size = counts.pop() if len(counts) == 1 else 0
             differences.append(
-                Difference(name, kind, tensor, tuple(map(tuple, groups.values())), size)
+                ReplicaDifference(name, kind, tensor, tuple(map(tuple, groups.values())), size)
             )
     return differences
 

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.view import View, table
-from nbdist.lints.replicas import GRADIENT, KINDS, CheckedModel, Difference, NotFinite, ReplicaCheck
+from nbdist.lints.replicas import (
+    GRADIENT,
+    KINDS,
+    CheckedModel,
+    NotFinite,
+    ReplicaCheck,
+    ReplicaDifference,
+)
 
 # Tensors that are named of each kind; more are counted.
 SHOWN = 5
@@ -82,14 +89,14 @@ def _not_finite(bad: NotFinite) -> str:
     )
 
 
-def _difference(difference: Difference) -> str:
+def _difference(difference: ReplicaDifference) -> str:
     ranks_text = " and ".join(ranks_phrase(group) for group in difference.groups)
     size = "" if difference.largest is None else f", by up to {difference.largest:.3g}"
     tensor = f"{difference.kind} {difference.name}"
     return f"{difference.model}: {tensor} differs between {ranks_text}{size}"
 
 
-def _advice(name: str, first: Difference) -> str:
+def _advice(name: str, first: ReplicaDifference) -> str:
     if first.is_expected:
         return f"{name}: buffers may differ; DDP sends rank 0's in the next forward"
     if first.kind == GRADIENT:

@@ -29,7 +29,6 @@ from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel import start as starting
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.processes import WITHOUT_CONTROLLER, Exit
-from nbdist.cluster.kernel.registration import Progress
 from nbdist.cluster.kernel.start import DEFAULT_GRACE_S, StartOptions
 from nbdist.cluster.run_owner import Keep, Run
 from nbdist.comparison.kernel import Comparing
@@ -37,6 +36,7 @@ from nbdist.config import kernel as config_kernel
 from nbdist.config.emit import SCRIPT
 from nbdist.config.launch import Configured, configured
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.progress import Reporter
 from nbdist.core.ranks import rank_label
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
@@ -485,7 +485,7 @@ def attach(
 
 
 def start(
-    options: StartOptions, sink: Callable[[CellRequest], Sink], progress: Progress
+    options: StartOptions, sink: Callable[[CellRequest], Sink], progress: Reporter
 ) -> StartedSession:
     """Bring ranks up; the strategy of the options, if any, is the chosen one.
 

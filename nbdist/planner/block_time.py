@@ -78,7 +78,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankSpeed:
     """What a rank computes with; `width` is the bytes of a number in products.
 
     `rows_each` is how many rows of experts it has for each of its tokens (workload.rows_each).
@@ -138,7 +138,12 @@ def product_steps(m: int, n: int, k: int, sms: int, k_fill: float, count: int = 
 
 
 def block_pass(
-    shape: Transformer, choice: Strategy, widths: Widths, samples: float, sequence: int, rank: Rank
+    shape: Transformer,
+    choice: Strategy,
+    widths: Widths,
+    samples: float,
+    sequence: int,
+    rank: RankSpeed,
 ) -> Pass:
     """Forward and backward of one block of so many samples, with what is computed again.
 
@@ -170,7 +175,7 @@ def block_pass(
 
 
 def head_pass(
-    shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: Rank
+    shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: RankSpeed
 ) -> Pass:
     """The last norm, the head's product and the loss, which tp does not divide but in Megatron."""
     vocab, h = shape.vocab / choice.degrees.tp, shape.hidden
@@ -187,7 +192,7 @@ def head_pass(
 
 
 def embedding_pass(
-    shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: Rank
+    shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: RankSpeed
 ) -> Pass:
     """Rows that are read, and a gradient of the whole table that is written and filled.
 
@@ -225,7 +230,7 @@ def _local(layer: Linear, tp: int) -> tuple[float, float]:
 
 
 def _routed(
-    shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: Rank
+    shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: RankSpeed
 ) -> tuple[Pass, int]:
     """The router and the experts of a rank, without messages, and the kernels of a forward.
 
@@ -258,7 +263,7 @@ def _routed(
     return Pass(ahead_s + moved_s, back_s + BYTES_BACKWARD * moved_s), launched
 
 
-def _unpacked(shape: Transformer, widths: Widths, rank: Rank) -> tuple[float, int]:
+def _unpacked(shape: Transformer, widths: Widths, rank: RankSpeed) -> tuple[float, int]:
     """Seconds in which a pass makes copies of 4-bit weights to compute with, and its kernels."""
     if shape.lora is None or not shape.lora.quant:
         return 0.0, 0
@@ -268,7 +273,7 @@ def _unpacked(shape: Transformer, widths: Widths, rank: Rank) -> tuple[float, in
 
 
 def _attention(
-    shape: Transformer, choice: Strategy, samples: float, sequence: int, rank: Rank
+    shape: Transformer, choice: Strategy, samples: float, sequence: int, rank: RankSpeed
 ) -> Pass:
     """Two products of each pair of tokens; half of the pairs, as later ones are masked.
 
@@ -293,7 +298,7 @@ def _attention_pass(forward_s: float, backward_s: float) -> Pass:
     return Pass(forward_s, backward_s, forward_s + backward_s)
 
 
-def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths, rank: Rank) -> float:
+def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths, rank: RankSpeed) -> float:
     """That the elementwise kernels of a block's forward read and write for each token.
 
     Two norms, two sums with what flows past, dropout (in the sum's kernel its mask alone), the
@@ -320,7 +325,7 @@ def _cast_bytes(shape: Transformer, choice: Strategy, widths: Widths) -> float:
     return numbers / choice.degrees.tp * (4 + widths.cast) * bool(widths.cast)
 
 
-def _kernels(shape: Transformer, choice: Strategy, rank: Rank) -> tuple[int, float]:
+def _kernels(shape: Transformer, choice: Strategy, rank: RankSpeed) -> tuple[int, float]:
     """Elementwise kernels of a forward, and the part of their bytes: a compiler fuses neighbours.
 
     Fused, a chain of two reads and writes once.

@@ -37,7 +37,7 @@ class RuleOfThumb:
 
     name: str
     source: str
-    choose: Callable[[Question], tuple[Case, str]]
+    choose: Callable[[RuleQuestion], tuple[Case, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RuleAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RuleQuestion:
     """What rules ask of a plan.
 
     Attributes:
@@ -93,7 +93,7 @@ class Question:
         return row is not None and row.verdict != NO
 
 
-def _by_fit(question: Question) -> tuple[Case, str]:
+def _by_fit(question: RuleQuestion) -> tuple[Case, str]:
     if question.fits_one:
         return _DDP, "it fits on one device"
     if question.fits_all:
@@ -101,7 +101,7 @@ def _by_fit(question: Question) -> tuple[Case, str]:
     return _OFFLOADED, "it does not fit on all devices together"
 
 
-def _by_size(question: Question) -> tuple[Case, str]:
+def _by_size(question: RuleQuestion) -> tuple[Case, str]:
     size, limit = question.parameter_bytes, question.planned.device.memory_bytes
     parameters = f"its parameters take {size / 1e9:,.1f} GB"
     per_host = question.planned.device.per_host
@@ -116,7 +116,7 @@ def _by_size(question: Question) -> tuple[Case, str]:
     return _FULL, f"{parameters}: more than one device has"
 
 
-def _by_stages(question: Question) -> tuple[Case, str]:
+def _by_stages(question: RuleQuestion) -> tuple[Case, str]:
     planned = question.planned
     if question.fits_one:
         return _DDP, "it fits on one device"
@@ -164,7 +164,7 @@ def answers(
             made[typed] = find(*case)
         return made[typed]
 
-    question = Question(planned, single, lookup)
+    question = RuleQuestion(planned, single, lookup)
     result = []
     for rule in RULES:
         case, because = rule.choose(question)

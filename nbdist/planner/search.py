@@ -39,7 +39,7 @@ Case = tuple[str, Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SearchSpace:
     """What is searched for: a model, devices and a batch, and what was typed of a strategy.
 
     Attributes:
@@ -98,7 +98,7 @@ class Search:
         nearest: Of what is not offloaded, that which needs least; None where all is.
     """
 
-    space: Space
+    space: SearchSpace
     planned: Plan
     nearest: PlanRow | None
     counted: int
@@ -129,7 +129,7 @@ def step_s(row: PlanRow) -> float:
     return row.time.step_s
 
 
-def search(space: Space) -> Search:
+def search(space: SearchSpace) -> Search:
     """Count all configurations and time those that fit.
 
     Offloading is searched only where it was typed or nothing is safe without: its transfers are in
@@ -159,7 +159,7 @@ def search(space: Space) -> Search:
     return Search(space, planned, nearest, len(counted), safe, risky, len(timed))
 
 
-def _check(space: Space) -> None:
+def _check(space: SearchSpace) -> None:
     check_load(space.load)
     if space.strategy and space.strategy not in ROWS:
         choose(space.strategy, {}, space.world_size)  # says which there are
@@ -177,7 +177,7 @@ def _check(space: Space) -> None:
         )
 
 
-def candidates(space: Space, offloads: Iterable[str]) -> Iterator[Candidate]:
+def candidates(space: SearchSpace, offloads: Iterable[str]) -> Iterator[Candidate]:
     """All configurations that nbdist can run, with the effective batch that was asked for.
 
     Raises:
@@ -244,7 +244,7 @@ def _shards(dp: int) -> list[dict[str, object]]:
     return [*_SHARDS, *({"shard": "hybrid", "replicas": n} for n in copies)]
 
 
-def _is_asked_for(space: Space, choice: Strategy, degrees: Mapping[str, int]) -> bool:
+def _is_asked_for(space: SearchSpace, choice: Strategy, degrees: Mapping[str, int]) -> bool:
     """Whether it is among what was typed, and is no other one under another name."""
     names = {choice.name, *(row.name for row in rows_of(choice))}
     if space.strategy:
@@ -259,7 +259,7 @@ def _is_asked_for(space: Space, choice: Strategy, degrees: Mapping[str, int]) ->
     return all(counts.get(word, 1) == count for word, count in degrees.items())
 
 
-def _counted(space: Space, choice: Strategy) -> Iterator[Candidate]:
+def _counted(space: SearchSpace, choice: Strategy) -> Iterator[Candidate]:
     """The choice with every micro-batch; none where it does not go with the model or the batch.
 
     Of micro-batches that are too large, larger ones have the memory of the first: they need more.
@@ -284,7 +284,7 @@ def _counted(space: Space, choice: Strategy) -> Iterator[Candidate]:
         yield counted
 
 
-def _check_pieces(space: Space, choice: Strategy) -> None:
+def _check_pieces(space: SearchSpace, choice: Strategy) -> None:
     """Refuse micro-batches and schedules that no pipeline of nbdist's runs."""
     options = choice.options
     if options.microbatches and options.microbatches < choice.degrees.pp:
@@ -293,7 +293,7 @@ def _check_pieces(space: Space, choice: Strategy) -> None:
         validate.check_pipeline(choice, space.model.shape.layers)
 
 
-def _batches(space: Space, choice: Strategy) -> Iterator[tuple[int, dict[str, int]]]:
+def _batches(space: SearchSpace, choice: Strategy) -> Iterator[tuple[int, dict[str, int]]]:
     """What a data-parallel rank computes at once, and the options with which it makes the batch.
 
     Without a pipeline as many backwards are accumulated; a pipeline has as many micro-batches, and
@@ -316,19 +316,19 @@ def _batches(space: Space, choice: Strategy) -> Iterator[tuple[int, dict[str, in
             yield batch, {"accumulate": each // batch}
 
 
-def _verdict(space: Space, candidate: Candidate) -> str:
+def _verdict(space: SearchSpace, candidate: Candidate) -> str:
     hosts = candidate.memory.host / (space.device.host_memory_bytes or math.inf)
     return verdict(max(candidate.share, hosts), space.device.safe_share)
 
 
-def _row(space: Space, candidate: Candidate) -> PlanRow:
+def _row(space: SearchSpace, candidate: Candidate) -> PlanRow:
     return row_of(
         space.model, space.device, candidate.load, candidate.choice, candidate.memory,
         typed=typed_line(candidate.choice), measured=space.measured,
     )  # fmt: skip
 
 
-def _timed(space: Space, fitting: Sequence[Candidate]) -> list[PlanRow]:
+def _timed(space: SearchSpace, fitting: Sequence[Candidate]) -> list[PlanRow]:
     """Rows of those that fit, the fastest first, but for what cannot be near the fastest.
 
     That is what takes longer at the rate of large products than one that needs less memory, by
@@ -345,7 +345,7 @@ def _timed(space: Space, fitting: Sequence[Candidate]) -> list[PlanRow]:
     return sorted(rows, key=step_s)
 
 
-def _least_s(space: Space, choice: Strategy) -> float:
+def _least_s(space: SearchSpace, choice: Strategy) -> float:
     """Seconds of the products of all blocks alone, at the rate of large ones."""
     shape, device = space.model.shape, space.device
     tokens = space.load.samples * space.load.sequence
@@ -368,7 +368,7 @@ def _smallest(counted: Iterable[Candidate]) -> list[Candidate]:
     return list(least.values())
 
 
-def _why_none(space: Space) -> str:
+def _why_none(space: SearchSpace) -> str:
     """No configuration goes with the ranks, the batch and what was typed."""
     words = " ".join(filter(None, [space.strategy, *map(str, space.given or {})]))
     fitting = [dp for dp in divisors(space.world_size) if space.load.samples % dp == 0]
@@ -395,7 +395,7 @@ def advised(result: Search) -> Advice:
     return Advice(row, tuple(sentences))
 
 
-def _room(space: Space) -> str:
+def _room(space: SearchSpace) -> str:
     """The smallest change by which something is safe, as a sentence."""
     for words, other in _roomier(space):
         if _has_room(other):
@@ -405,7 +405,7 @@ def _room(space: Space) -> str:
     return f"Not even {MOST_RANKS} ranks make room: one block is too large."
 
 
-def _roomier(space: Space) -> Iterator[tuple[str, Space]]:
+def _roomier(space: SearchSpace) -> Iterator[tuple[str, SearchSpace]]:
     """What could make room, in words, the smallest change first: typed options, more ranks."""
     if space.device.safe_share < SAFE_SHARE:
         device = replace(space.device, safe_share=SAFE_SHARE)
@@ -429,7 +429,7 @@ def _roomier(space: Space) -> Iterator[tuple[str, Space]]:
             count *= 2
 
 
-def _has_room(space: Space) -> bool:
+def _has_room(space: SearchSpace) -> bool:
     """Whether something is safe on the devices: with --checkpoint full, where none was typed."""
     _, fixed = space.typed()
     given = {**(space.given or {}), "checkpoint": fixed.get("checkpoint", "full")}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from nbdist.bandwidth.results import OPS, LinkModel
 from nbdist.planner.activations import CHUNKS
-from nbdist.planner.block_time import Pass, Rank, Speeds, block_pass, embedding_pass, head_pass
+from nbdist.planner.block_time import Pass, RankSpeed, Speeds, block_pass, embedding_pass, head_pass
 from nbdist.planner.collective_time import (
     all_to_all_bytes_per_s,
     latency_s,
@@ -290,7 +290,7 @@ def time_of(
         return None
     width = 4 if precision == "fp32" else 2
     rows = rows_each(model.shape, choice, load)
-    rank = Rank(device, speeds, precision, width, is_megatron(choice, load), rows)
+    rank = RankSpeed(device, speeds, precision, width, is_megatron(choice, load), rows)
     sums = {
         (flow.sent.what, flow.sent.call, flow.sent.axes): _flow_s(flow, choice, rank, measured)
         for flow in flows(model, choice, load)
@@ -317,7 +317,7 @@ def time_of(
 
 
 def _passes(
-    model: ModelShape, choice: Strategy, load: Workload, rank: Rank
+    model: ModelShape, choice: Strategy, load: Workload, rank: RankSpeed
 ) -> tuple[Mapping[Transformer, Pass], Pass, Pass]:
     """Of one piece of the batch: a block of each kind, the head and the embedding."""
     widths = widths_for(model, choice, load)
@@ -339,7 +339,7 @@ def _passes(
 
 
 def _flow_s(
-    flow: Flow, choice: Strategy, rank: Rank, measured: LinkModel | None
+    flow: Flow, choice: Strategy, rank: RankSpeed, measured: LinkModel | None
 ) -> tuple[float, bool]:
     """Seconds of all its messages, one after the other, and whether by measurement."""
     n = footprint.axes_size(choice, flow.sent.axes)
@@ -360,7 +360,7 @@ class _Step:
     model: ModelShape
     choice: Strategy
     load: Workload
-    rank: Rank
+    rank: RankSpeed
     sent_s: Mapping[tuple[str, str, tuple[str, ...]], float]
     blocks: Mapping[Transformer, Pass]
     head: Pass

@@ -168,7 +168,7 @@ def rows_of(choice: Strategy) -> tuple[StrategyRow, ...]:
 
 
 def steps_of(choice: Strategy) -> tuple[str, ...]:
-    """What a rank does to a model under this choice, in order: keys of parallel/transform.py."""
+    """What a rank does to a model, in order: keys of parallel/base/transform.py."""
     rows, options = rows_of(choice), choice.options
     wanted = {step for row in rows for step in row.steps}
     common = {step for row in rows for step in row.common}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# What one rank does to a model, in this order; nbdist/parallel/transform.py has a function
+# What one rank does to a model, in this order; nbdist/parallel/base/transform.py has a function
 # for each.
 STEPS = (
     "pp", "tp", "ep", "options", "fsdp", "fsdp1", "precision", "ddp", "zero1", "cp", "pipeline",

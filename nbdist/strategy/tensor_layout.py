@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from nbdist.strategy.choice import Degrees
@@ -262,3 +262,19 @@ def _is_stretch(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 def _length(dim: Runs) -> int:
     return sum(length for _, length in dim)
+
+
+def owners(
+    layouts: Mapping[str, TensorLayout], world_size: int, frozen: Collection[str] = ()
+) -> dict[str, int]:
+    """Parameter -> the rank that keeps its state: the largest first, to whom has least so far.
+
+    Those that are frozen, and have none, come last. Alike on all ranks.
+    """
+    loads = [0] * world_size
+    owner_of = {}
+    sizes = {name: math.prod(layout.shape) for name, layout in layouts.items()}
+    for name in sorted(sizes, key=lambda each: (each in frozen, -sizes[each], each)):
+        owner_of[name] = loads.index(min(loads))
+        loads[owner_of[name]] += sizes[name]
+    return owner_of

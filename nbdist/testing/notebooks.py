@@ -78,15 +78,15 @@ class NotebookFile(IPyNbFile):  # type: ignore[misc]
         """The typed one, then nbdist's."""
         return [*super().get_sanitize_files(), str(SANITIZE)]
 
-    def collect(self) -> Iterator[NotebookCell]:
+    def collect(self) -> Iterator[StoredCell]:
         """Its code cells."""
         for cell in super().collect():
-            yield NotebookCell.from_parent(
+            yield StoredCell.from_parent(
                 self, name=cell.name, cell_num=cell.cell_num, cell=cell.cell, options=cell.options
             )
 
 
-class NotebookCell(IPyNbCell):  # type: ignore[misc]
+class StoredCell(IPyNbCell):  # type: ignore[misc]
     """A cell; where its outputs differ, it says what each rank printed in place of what."""
 
     _difference: Sequence[str] = ()

@@ -28,7 +28,7 @@ from nbdist.core.rank import this_rank
 from nbdist.core.units import size
 from nbdist.errors import TraceError
 from nbdist.hang.rank import main_thread, recorder
-from nbdist.parallel import registry
+from nbdist.parallel.live import registry
 from nbdist.recording.rank import cell_hook
 from nbdist.recording.rank.steps import CellRecording, is_profiling, start_profiler
 from nbdist.rpc.rank import namespace, progress

@@ -85,7 +85,7 @@ class AxisEvidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class StepFacts:
     """What the kind of a difference is concluded from, beside the difference itself.
 
     Attributes:
@@ -112,7 +112,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModuleLine:
     """Where a difference begins: a module (empty for the model itself), and the user's line."""
 
     module: str = ""
@@ -144,7 +144,7 @@ class Verification:
     eps: float
     degrees: Degrees
     not_compared: Mapping[str, str] = field(default_factory=dict)
-    place: Place = Place()
+    place: ModuleLine = ModuleLine()
     kind: str = ""
     accumulate: int = 1
     n_steps: int = 0
@@ -161,7 +161,7 @@ class Verification:
         return self.first is None and all(f.verdict != BAD for f in self.findings)
 
 
-def conclude(verification: Verification, facts: Facts) -> Verification:
+def conclude(verification: Verification, facts: StepFacts) -> Verification:
     """The same with the kind of its first difference, and with what else was found."""
     first, findings = verification.first, tuple(_findings(facts, verification))
     if first is None:
@@ -170,7 +170,7 @@ def conclude(verification: Verification, facts: Facts) -> Verification:
     if first.key.what == GRADIENT and _are_all_outside(verification):
         n_gradients = len(_sure_gradients(verification))
         kind += f"; all {n_gradients} gradients are outside, so it is no single module that does it"
-        place = Place()
+        place = ModuleLine()
     return replace(verification, kind=kind, place=place, findings=findings)
 
 
@@ -185,7 +185,7 @@ def _are_all_outside(verification: Verification) -> bool:
     return len(gradients) > 1 and all(row.outside for row in gradients)
 
 
-def kind_of(verification: Verification, first: Row, facts: Facts) -> str:
+def kind_of(verification: Verification, first: Row, facts: StepFacts) -> str:
     """What a difference looks like, by its numbers alone."""
     for look in _LOOKS:
         if text := look(verification, first, facts):
@@ -193,7 +193,7 @@ def kind_of(verification: Verification, first: Row, facts: Facts) -> str:
     return "none of the kinds that verify can tell by numbers"
 
 
-def _varying(_v: Verification, _first: Row, facts: Facts) -> str:
+def _varying(_v: Verification, _first: Row, facts: StepFacts) -> str:
     if facts.varying is None:
         return ""
     return (
@@ -202,7 +202,7 @@ def _varying(_v: Verification, _first: Row, facts: Facts) -> str:
     )
 
 
-def _other_inputs(_v: Verification, _first: Row, facts: Facts) -> str:
+def _other_inputs(_v: Verification, _first: Row, facts: StepFacts) -> str:
     if not facts.are_other_inputs:
         return ""
     return (
@@ -211,7 +211,7 @@ def _other_inputs(_v: Verification, _first: Row, facts: Facts) -> str:
     )
 
 
-def _apart(_v: Verification, first: Row, facts: Facts) -> str:
+def _apart(_v: Verification, first: Row, facts: StepFacts) -> str:
     names = {name for rank_names in facts.apart for name in rank_names}
     owned = sorted(n for n in names if first.key.name in (n, n.rpartition(".")[0]))
     if not names:
@@ -225,7 +225,7 @@ def _apart(_v: Verification, first: Row, facts: Facts) -> str:
     )
 
 
-def _of_sums(verification: Verification, first: Row, facts: Facts) -> str:
+def _of_sums(verification: Verification, first: Row, facts: StepFacts) -> str:
     shared = [e for e in facts.evidence if e]
     axes = {e.axis for rank_evidence in shared for e in rank_evidence}
     for axis in ("tp", "cp", "dp"):
@@ -255,7 +255,7 @@ def _is_scaled(row: Row) -> bool:
     return abs(worst.factor - 1) >= _NEAR and left_is_small
 
 
-def _factor(verification: Verification, first: Row, _facts: Facts) -> str:
+def _factor(verification: Verification, first: Row, _facts: StepFacts) -> str:
     worst = first.worst
     if not _is_scaled(first):
         return ""
@@ -279,14 +279,14 @@ def _numbers(verification: Verification) -> Iterator[tuple[str, int]]:
             yield f"degree of {axis}", getattr(degrees, axis)
 
 
-def _optimizer(_v: Verification, first: Row, facts: Facts) -> str:
+def _optimizer(_v: Verification, first: Row, facts: StepFacts) -> str:
     text = optimizer_text(facts.settings, facts.states)
     if first.key.phase != PARAMETERS or not text:
         return ""
     return f"other numbers of the optimizer: gradients are right, and {text}"
 
 
-def _added(verification: Verification, first: Row, _facts: Facts) -> str:
+def _added(verification: Verification, first: Row, _facts: StepFacts) -> str:
     if first.key.phase != GRADIENTS or _is_scaled(first):
         return ""
     addition = first.worst.addition
@@ -300,7 +300,7 @@ def _added(verification: Verification, first: Row, _facts: Facts) -> str:
     )
 
 
-def _some_ranks(_v: Verification, first: Row, _facts: Facts) -> str:
+def _some_ranks(_v: Verification, first: Row, _facts: StepFacts) -> str:
     right = [rank for rank in first.errors if rank not in first.outside]
     if not right:
         return ""
@@ -311,7 +311,7 @@ def _some_ranks(_v: Verification, first: Row, _facts: Facts) -> str:
     )
 
 
-def _shares(verification: Verification, first: Row, _facts: Facts) -> str:
+def _shares(verification: Verification, first: Row, _facts: StepFacts) -> str:
     if first.key.what != OUTPUT or first.key.name or verification.degrees.dp == 1:
         return ""
     return (
@@ -321,7 +321,7 @@ def _shares(verification: Verification, first: Row, _facts: Facts) -> str:
     )
 
 
-def _batch_statistics(verification: Verification, first: Row, _facts: Facts) -> str:
+def _batch_statistics(verification: Verification, first: Row, _facts: StepFacts) -> str:
     degrees = verification.degrees
     if first.key.phase != FORWARD or degrees.dp == 1 or degrees.dp != degrees.product:
         return ""
@@ -335,13 +335,13 @@ def _batch_statistics(verification: Verification, first: Row, _facts: Facts) -> 
     )
 
 
-_LOOKS: tuple[Callable[[Verification, Row, Facts], str], ...] = (
+_LOOKS: tuple[Callable[[Verification, Row, StepFacts], str], ...] = (
     _other_inputs, _varying, _apart, _shares, _of_sums, _optimizer, _added, _some_ranks, _factor,
     _batch_statistics,
 )  # fmt: skip
 
 
-def _findings(facts: Facts, verification: Verification) -> Iterator[Finding]:
+def _findings(facts: StepFacts, verification: Verification) -> Iterator[Finding]:
     for problem in facts.draws:
         yield _draw_finding(problem)
     if facts.is_same_batch:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbdist.parallel import prepare, registry
+from nbdist.parallel.accelerator import prepare
 from nbdist.parallel.ep import tokens as routed
+from nbdist.parallel.live import registry
 from nbdist.planner.fake import pickle_by_value
 from nbdist.planner.fake.models import PickledModel
 from nbdist.planner.rank import measure_step as measured

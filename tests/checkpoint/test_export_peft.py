@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nbdist.checkpoint.rank.export_weights import export_model
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
+from nbdist.parallel.live import registry
 from tests.programs.rank import rank, refusal, run_dir
 from tests.programs.saving import llama_config, logits
 from tests.programs.training import use

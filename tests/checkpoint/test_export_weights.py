@@ -18,8 +18,8 @@ from nbdist.checkpoint.rank import export_weights
 from nbdist.checkpoint.rank.export_weights import export_model
 from nbdist.checkpoint.rank.safetensors_file import WeightsFile
 from nbdist.errors import NbdistError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
+from nbdist.parallel.live import registry
 from tests.programs import saving
 from tests.programs.rank import rank, refusal, run_dir
 from tests.programs.training import use

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nbdist.cluster import agent as agent_program
+from nbdist.cluster.agent import agent as agent_program
 from nbdist.cluster.kernel.launchers import agents
 from nbdist.cluster.kernel.launchers.agent_set import END_PROGRAM
 from nbdist.cluster.kernel.launchers.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
@@ -190,7 +190,9 @@ def test_a_silent_host_cannot_be_reached(connect: Connect, monkeypatch: pytest.M
 def test_an_agent_that_hears_nothing_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a cut it ends by itself; the kernel has said long before that it cannot be reached."""
     monkeypatch.setattr(agent_program, "SILENCE_S", 0.2)
-    monkeypatch.setattr(agent_program, "Link", lambda *_: SimpleNamespace(say=lambda *_a, **_k: 0))
+    monkeypatch.setattr(
+        agent_program, "KernelLink", lambda *_: SimpleNamespace(say=lambda *_a, **_k: 0)
+    )
     monkeypatch.setattr(signal, "signal", lambda *_args: None)
     calls: list[object] = []
     monkeypatch.setattr(agent_program.Agent, "end_all", lambda _self: calls.append("end all"))

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from traitlets.config import Config
 
-from nbdist.cluster.agent import MARK, SOCKET
+from nbdist.cluster.agent.agent import MARK, SOCKET
 from nbdist.cluster.hosts import Host, HostCheck
 from nbdist.cluster.kernel import start
 from nbdist.cluster.kernel.cluster import Cluster, run_in_loop

@@ -13,7 +13,7 @@ from ipyparallel.controller import app, heartmonitor
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cluster.kernel import hub
+from nbdist.cluster.controller import hub
 from nbdist.errors import RankGone, StartError
 from nbdist.hang.kernel import restart
 from nbdist.notebook.session import Session

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nbdist.cluster import shm
-from nbdist.cluster.kernel import guardian
+from nbdist.cluster.agent import guardian
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.run_owner import Keep

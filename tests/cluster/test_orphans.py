@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from nbdist.cluster import run_owner as states
-from nbdist.cluster.kernel import guardian, orphans, run_dir, runs
+from nbdist.cluster.agent import guardian
+from nbdist.cluster.kernel import orphans, run_dir, runs
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.cluster.run_owner import Process, Run

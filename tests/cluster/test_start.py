@@ -226,7 +226,7 @@ _DIES = """
         os._exit(3)
 """
 _NO_PORT = """
-    if sys.orig_argv[2:3] and sys.orig_argv[2].endswith("/cluster/kernel/hub.py"):
+    if sys.orig_argv[2:3] and sys.orig_argv[2].endswith("/cluster/controller/hub.py"):
         print("no port for me", flush=True)
         os._exit(4)
 """

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from nbdist.core.interface import choose_interface
 from nbdist.core.topology import (
     EngineReport,
     Gpu,
     HostRanks,
     Topology,
     choose_backend,
-    choose_interface,
     default_world_size,
     filter_visible,
     local_reports,

@@ -9,7 +9,8 @@ import pytest
 
 from nbdist.core.finding import OK, WARN
 from nbdist.core.gpus import GpuReading, GpuReadings
-from nbdist.core.topology import EngineReport, Gpu, InterfaceChoice, plan
+from nbdist.core.interface import InterfaceChoice
+from nbdist.core.topology import EngineReport, Gpu, plan
 from nbdist.core.view import View
 from nbdist.diagnostics.links import (
     EFA,

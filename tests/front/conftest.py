@@ -36,7 +36,7 @@ vars(_shell.displayhook).update(_results)
 _sys.last_value = _sys.last_traceback = _sys.last_exc = None
 accelerator.free_memory()
 _gc.collect()
-from nbdist.parallel import registry as _registry
+from nbdist.parallel.live import registry as _registry
 from nbdist.parallel.accelerator import loader_state as _loaders
 _loaders._last_batch = (), ''
 print(len(_registry.prepared()))'''

@@ -47,7 +47,7 @@ _FRESH = "%%distributed\ntorch.manual_seed(0)\nmodel, optimizer, scheduler = pre
 _GONE = "%%distributed\nimport gc\ndel model, optimizer, scheduler\ngc.collect(); None"
 # All that a step changes, as numbers that any difference changes.
 _STATE = """%%rank [0]
-from nbdist.parallel import registry
+from nbdist.parallel.live import registry
 from nbdist.rpc.rank import namespace
 def here(t): return float((t.to_local() if hasattr(t, "to_local") else t).detach().double().sum())
 print(repr((

@@ -41,7 +41,7 @@ def step():
 """
 _STEPS = "%%distributed\n[round(step(), 5) for _ in range(3)]"
 _CURRENT = (
-    "%%distributed\nfrom nbdist.parallel import registry\n"
+    "%%distributed\nfrom nbdist.parallel.live import registry\n"
     "registry.current().name, registry.current().options.precision"
 )
 

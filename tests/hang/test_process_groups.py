@@ -21,7 +21,7 @@ from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import debug_checks, device_health, process_groups, reset_models
 from nbdist.hang.recovery import merge_groups
-from nbdist.parallel import live_models
+from nbdist.parallel.live import live_models
 from tests.programs.rank import (
     broken_off_on_0,
     counts,

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.lints.rank import check_every, replicas, watch
 from nbdist.lints.replicas import compare
 from nbdist.lints.rules import evaluate
-from nbdist.parallel import registry
+from nbdist.parallel.base.tensors import local_of
+from nbdist.parallel.live import registry
 from nbdist.parallel.reshard import sync_model
-from nbdist.parallel.tensors import local_of
 from nbdist.switch.rank import switch
 from tests.programs.rank import everyone, rank, user
 from tests.programs.switching import begin, fresh, own_part, pick, tokens, train

@@ -34,7 +34,7 @@ from nbdist.memory.snapshot import (
     RankMemory,
 )
 from nbdist.memory.timeline import is_in_use
-from nbdist.parallel.tensors import local_of
+from nbdist.parallel.base.tensors import local_of
 from nbdist.recording.rank import cell_hook, steps
 from nbdist.variables import unpack
 from tests.support.recordings import Place, forbid_parsing, own_profiler

@@ -10,9 +10,9 @@ from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs
 from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
-from nbdist.parallel.tensors import local_of
+from nbdist.parallel.base.tensors import local_of
+from nbdist.parallel.live import registry
 from nbdist.strategy.choose import choose
 from nbdist.switch.rank.switch import switch
 from tests.programs.rank import n, rank, refusal

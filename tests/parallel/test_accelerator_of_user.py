@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nbdist.errors import OptionError
-from nbdist.parallel import registry
-from nbdist.parallel.accelerator import guard
 from nbdist.parallel.accelerator.accelerator import Accelerator, LazyAccelerator
+from nbdist.parallel.base import guard
+from nbdist.parallel.live import registry
 from nbdist.planner.rank.describe_model import optimizer_of
 from nbdist.strategy.choose import choose
 from nbdist.switch.rank.switch import switch

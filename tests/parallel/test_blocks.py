@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import candidates, find_blocks
+from nbdist.parallel.base.blocks import candidates, find_blocks
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from nbdist.parallel import consensus
+from nbdist.parallel.base import consensus
 from tests.programs.rank import everyone, rank
 from tests.support.torch_ranks import on_ranks
 

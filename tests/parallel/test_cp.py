@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nbdist.errors import OptionError
-from nbdist.parallel.cp import attention, cp, kernels, split_sequence, ulysses
-from nbdist.parallel.transform import ModelBuild
+from nbdist.parallel.base.transform import ModelBuild
+from nbdist.parallel.cp import attention, cp, kernels, ulysses
+from nbdist.parallel.sequence import split_sequence
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from tests.programs.parity import FP32, build_alone, make
 from tests.programs.rank import everyone, n, rank, refusal

@@ -27,7 +27,7 @@ from nbdist.parallel.accelerator.batch_sampler import (
     share_of,
 )
 from nbdist.parallel.accelerator.loader_state import keep_loops
-from nbdist.parallel.training_state import generators
+from nbdist.parallel.base.training_state import generators
 from nbdist.strategy.choose import choose
 from tests.programs.rank import everyone, n, rank
 from tests.programs.training import use

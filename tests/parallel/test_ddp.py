@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from nbdist.parallel import prepare as live
-from nbdist.parallel import registry
-from nbdist.parallel.mesh import build_mesh
+from nbdist.parallel.accelerator import prepare as live
+from nbdist.parallel.base.mesh import build_mesh
+from nbdist.parallel.live import registry
 from nbdist.switch.rank import switch
 from tests.programs.rank import n, rank
 from tests.programs.switching import pick

@@ -11,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from nbdist.errors import OptionError
+from nbdist.parallel.base.mesh import build_mesh
+from nbdist.parallel.base.transform import ModelBuild
 from nbdist.parallel.dp import deepspeed
-from nbdist.parallel.mesh import build_mesh
-from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from tests.programs.parity import build_alone
 from tests.programs.rank import n, rank, refusal

@@ -310,7 +310,7 @@ def test_what_has_no_experts_is_refused() -> None:
 
 def test_experts_that_do_not_divide_are_refused() -> None:
     """With the degrees that do, of these ranks; more ranks than experts, too."""
-    from nbdist.parallel import build
+    from nbdist.parallel.live import build
 
     one, two = make(), choose("ep", {"dp_replicate": 2, "ep": 2})
     for block in one.blocks:

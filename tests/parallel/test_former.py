@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.reshard.former import mark
+from nbdist.parallel.live.former import mark
 
 
 def former(*, is_replaced: bool = True) -> torch.nn.Parameter:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
 from nbdist.parallel.dp import fsdp
+from nbdist.parallel.live import registry
 from nbdist.parallel.optimizers import rules
 from nbdist.strategy.choose import choose
 from tests.programs import parity

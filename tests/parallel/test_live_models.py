@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import process_groups, reset_models
-from nbdist.parallel import live_models
+from nbdist.parallel.live import live_models
 from nbdist.parallel.reshard import sync_model
 from nbdist.planner.rank import describe_model
 from nbdist.rpc.rank import namespace

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
+from nbdist.parallel.live import registry
 from nbdist.parallel.optimizers import muon
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.choose import choose

@@ -10,9 +10,9 @@ from torch import optim
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from nbdist.errors import OptionError
+from nbdist.parallel.base.tensors import local_of
 from nbdist.parallel.reshard import optimizer_state as states
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-from nbdist.parallel.tensors import local_of
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 from tests.programs import sides as ways

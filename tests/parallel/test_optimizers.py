@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
+from nbdist.parallel.live import registry
 from nbdist.parallel.optimizers import first_step, rules
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose

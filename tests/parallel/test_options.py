@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.parallel.options import set_fused
+from nbdist.parallel.base.options import set_fused
 from tests.programs.parity import FP32, Counted, batch, close, compare, make, put
 from tests.programs.rank import refusal
 from tests.support.torch_ranks import on_ranks, run_ranks

@@ -8,13 +8,12 @@ from torch import nn
 
 from nbdist.engine import error_notes
 from nbdist.errors import OptionError
-from nbdist.parallel.cp import split_sequence
-from nbdist.parallel.dp import zero1
 from nbdist.parallel.libraries import quantized
+from nbdist.parallel.sequence import split_sequence
 from nbdist.parallel.tp import tp
 from nbdist.planner.fake.models import is_language_model
 from nbdist.strategy.choice import Degrees, Options, Strategy
-from nbdist.strategy.tensor_layout import TensorLayout
+from nbdist.strategy.tensor_layout import TensorLayout, owners
 from tests.programs.parity import build_alone
 from tests.support.torch_ranks import NEEDS_PEFT
 
@@ -196,7 +195,7 @@ def test_zero1_shares_out_what_is_trained():
     """Frozen weights, which have no state, do not decide who has that of adapters."""
     sizes = {"base.0": 1000, "base.1": 10, "a": 8, "b": 8, "c": 4, "d": 4}
     layouts = {name: TensorLayout((size,)) for name, size in sizes.items()}
-    owners = zero1.owners(layouts, 2, frozen={"base.0", "base.1"})
-    loads = [sum(sizes[n] for n in "abcd" if owners[n] == rank) for rank in range(2)]
+    owner_of = owners(layouts, 2, frozen={"base.0", "base.1"})
+    loads = [sum(sizes[n] for n in "abcd" if owner_of[n] == rank) for rank in range(2)]
 
     assert loads == [12, 12]

@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.hang.rank import reset_models
-from nbdist.parallel import live_models, registry
-from nbdist.parallel import prepare as live
+from nbdist.parallel.accelerator import prepare as live
 from nbdist.parallel.accelerator import torch_clip
+from nbdist.parallel.live import live_models, registry
 from nbdist.parallel.reshard import full_state
 from nbdist.switch.rank import switch
 from tests.programs.rank import everyone, n, rank, refusal, user

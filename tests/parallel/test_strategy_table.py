@@ -3,9 +3,10 @@
 import pytest
 
 import nbdist
-from nbdist.parallel import registry, transform
 from nbdist.parallel.accelerator import accelerator
-from nbdist.parallel.transform import Transform
+from nbdist.parallel.base import transform
+from nbdist.parallel.base.transform import Transform
+from nbdist.parallel.live import registry
 from nbdist.strategy.choice import steps_of
 from nbdist.strategy.choose import choose, default_choice
 from nbdist.strategy.table import ROWS, STEPS

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbdist.parallel import build, module_patches
-from nbdist.parallel.transform import ModelBuild
+from nbdist.parallel.base import module_patches
+from nbdist.parallel.base.transform import ModelBuild
+from nbdist.parallel.live import build
 from tests.programs import parity
 from tests.programs.parity import CPU, apart, make, put
 from tests.programs.rank import everyone, n, rank, refusal

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.training_state import (
+from nbdist.parallel.base.training_state import (
     generators,
     keep_gradients,
     keep_modes,

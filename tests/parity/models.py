@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import TensorDataset
 
 from nbdist.core.rank import this_rank
-from nbdist.parallel import registry
-from nbdist.parallel.dp import fsdp1_state
+from nbdist.parallel.base.tensors import local_as
+from nbdist.parallel.live import fsdp1_state, registry
 from nbdist.parallel.reshard import full_state as wholes
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-from nbdist.parallel.tensors import local_as
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose
 from tests.programs.experts import Mixture

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from nbdist.checkpoint.rank import jobs, load, save
 from nbdist.checkpoint.results import DONE
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
+from nbdist.parallel.live import registry
 from nbdist.switch.rank import switch
 from tests.parity.models import (
     GLOBAL,

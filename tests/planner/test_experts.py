@@ -9,12 +9,12 @@ import pytest
 
 from nbdist.errors import OptionError
 from nbdist.planner.activations import block_bytes
-from nbdist.planner.block_time import Pass, Rank, block_pass, product_steps
+from nbdist.planner.block_time import Pass, RankSpeed, block_pass, product_steps
 from nbdist.planner.collective_time import Ring, all_to_all_bytes_per_s, ring_bytes_per_s, ring_of
 from nbdist.planner.devices import DEVICES
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape, model_of
-from nbdist.planner.search import Space, candidates, search
+from nbdist.planner.search import SearchSpace, candidates, search
 from nbdist.planner.step_time import Flow, Time, flows, model_flops, time_of
 from nbdist.planner.workload import Widths, Workload
 from nbdist.strategy.choose import choose, typed_line
@@ -212,7 +212,7 @@ def test_products_of_experts_are_one_kernel() -> None:
 
 
 def _block(widths: Widths, name: str, **given: object) -> Pass:
-    rank = Rank(PLAIN, SPEEDS, "bf16", 2, rows_each=2.0)
+    rank = RankSpeed(PLAIN, SPEEDS, "bf16", 2, rows_each=2.0)
     choice = choose(name, given, 1 if name == "single" else 8)
     return block_pass(SHAPE, choice, widths, 1, 2048, rank)
 
@@ -222,7 +222,7 @@ def test_a_block_of_experts_by_hand() -> None:
     n, h, f = 2048, 4096, 14336
     dense = block_pass(
         replace(SHAPE, experts=None), choose("single", {}, 1), BF16, 1, 2048,
-        Rank(PLAIN, SPEEDS, "bf16", 2),
+        RankSpeed(PLAIN, SPEEDS, "bf16", 2),
     )  # fmt: skip
     experts_s = 2 * n * 2 * 3 * h * f / 100e12
     router_s = 2 * n * 8 * h / 100e12
@@ -264,7 +264,7 @@ def test_attention_with_sinks_keeps_and_moves_its_scores() -> None:
     )
     assert more == pairs * 4 + 2048 * keys
     assert buffers(sinks) - buffers(none) == 2 * pairs * 4
-    rank = Rank(PLAIN, SPEEDS, "bf16", 2, rows_each=4.0)
+    rank = RankSpeed(PLAIN, SPEEDS, "bf16", 2, rows_each=4.0)
     both = block_pass(sinks.shape, single, BF16, 1, 2048, rank).attention_s
     assert both == pytest.approx(6 * 2 * pairs * 64 / 100e12 + 30 * pairs * 2 / 1e12, rel=0.1)
 
@@ -312,7 +312,7 @@ _DEEPSEEK = {**model_of("deepseek-v3").config, "vocab_size": 1000}
 def test_a_search_has_every_degree_that_divides_experts_and_data() -> None:
     """6 experts on 12 ranks: 2, 3 and 6 of 12 data-parallel ranks, 2, 3 and 6 of 6 beside tp 2."""
     model = model_of({**MIXTRAL.config, "num_local_experts": 6, "num_hidden_layers": 2})
-    space = Space(model, H100, 12, Workload(sequence=2048, samples=12), precisions=("bf16",))
+    space = SearchSpace(model, H100, 12, Workload(sequence=2048, samples=12), precisions=("bf16",))
     found = {
         (c.choice.degrees.dp_shard > 1, c.choice.degrees.tp, c.choice.degrees.ep)
         for c in candidates(space, [""])
@@ -330,7 +330,7 @@ def test_a_search_has_every_degree_that_divides_experts_and_data() -> None:
 
 def test_a_search_keeps_ep_that_was_typed() -> None:
     load = Workload(sequence=2048, samples=16)
-    space = Space(QWEN, H100, 16, load, given={"ep": 4, "precision": "bf16"})
+    space = SearchSpace(QWEN, H100, 16, load, given={"ep": 4, "precision": "bf16"})
     by_name = replace(space, given={"precision": "bf16"}, strategy="ep")
     rows, named = (search(each).planned.rows for each in (space, by_name))
 
@@ -344,7 +344,7 @@ def test_a_search_keeps_ep_that_was_typed() -> None:
 def test_the_best_over_ep_is_not_missed() -> None:
     """Against every ep that a plan takes, one by one, of the same micro-batches and recomputing."""
     load = Workload(sequence=2048, samples=32)
-    space = Space(QWEN, H100, 16, load, strategy="fsdp", given={"precision": "bf16"})
+    space = SearchSpace(QWEN, H100, 16, load, strategy="fsdp", given={"precision": "bf16"})
     best: dict[object, float] = {}
     for ep, shard, checkpoint, batch in itertools.product(
         (1, 2, 4, 8, 16), ("full", "grad-op"), ("", "full", "selective", "2", "4"), (1, 2)

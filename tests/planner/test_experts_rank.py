@@ -22,10 +22,11 @@ from transformers import (
 )
 
 from nbdist.errors import OptionError
-from nbdist.parallel import build, prepare, registry
+from nbdist.parallel.accelerator import prepare
+from nbdist.parallel.base.mesh import build_mesh
+from nbdist.parallel.base.transform import ModelBuild
 from nbdist.parallel.ep.experts import find_experts
-from nbdist.parallel.mesh import build_mesh
-from nbdist.parallel.transform import ModelBuild
+from nbdist.parallel.live import build, registry
 from nbdist.planner.activations import block_bytes
 from nbdist.planner.fake.process_group import fake_world
 from nbdist.planner.live_model import by_kinds, shape_of

@@ -2,8 +2,8 @@
 
 import gc
 
-from nbdist.parallel import prepare as live
-from nbdist.parallel import registry
+from nbdist.parallel.accelerator import prepare as live
+from nbdist.parallel.live import registry
 from nbdist.planner.rank.model_sizes import sizes
 from nbdist.switch.rank import switch
 from tests.programs.rank import user

@@ -15,7 +15,7 @@ from nbdist.planner.memory import memory_of
 from nbdist.planner.models import model_of
 from nbdist.planner.plan import NO, SAFE, plan
 from nbdist.planner.request import PlanRequest
-from nbdist.planner.search import Search, Space, advised, candidates, search, step_s
+from nbdist.planner.search import Search, SearchSpace, advised, candidates, search, step_s
 from nbdist.planner.step_time import time_of
 from nbdist.planner.view.search_view import SearchView, shown_search
 from nbdist.planner.workload import Workload
@@ -26,10 +26,10 @@ from nbdist.strategy.choose import choose, typed_line
 H100 = DEVICES["h100"]
 
 
-def space(model: str = "llama-3.2-1b", n: int = 4, samples: int = 8, **more: object) -> Space:
-    """A small space of H100; other fields of `Space` as they are named."""
+def space(model: str = "llama-3.2-1b", n: int = 4, samples: int = 8, **more: object) -> SearchSpace:
+    """A small space of H100; other fields of `SearchSpace` as they are named."""
     load = Workload(sequence=2048, samples=samples)
-    return replace(Space(model_of(model), H100, n, load), **more)  # type: ignore[arg-type]
+    return replace(SearchSpace(model_of(model), H100, n, load), **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def large() -> Search:
 # Against all
 
 
-def brute_force(wanted: Space) -> dict[Strategy, tuple[float, float]]:
+def brute_force(wanted: SearchSpace) -> dict[Strategy, tuple[float, float]]:
     """Each configuration that can be put together of words, with its share and seconds.
 
     Nothing is skipped: a pipeline accumulates as well.

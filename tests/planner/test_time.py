@@ -11,7 +11,7 @@ from nbdist.errors import OptionError
 from nbdist.planner import pipeline_time
 from nbdist.planner.block_time import (
     Pass,
-    Rank,
+    RankSpeed,
     Speeds,
     block_pass,
     embedding_pass,
@@ -39,7 +39,7 @@ SPEEDS = Speeds(
     attention=0.5, streams=0.5, network=0.5, contention=0.0, k_fill=0.0, kernel_s=0.0,
     launch_s=0.0, nvlink=0.5,
 )  # fmt: skip
-RANK = Rank(PLAIN, SPEEDS, "bf16", 2)
+RANK = RankSpeed(PLAIN, SPEEDS, "bf16", 2)
 SMALL = of_config(
     {"model_type": "gpt2", "n_embd": 1024, "n_head": 8, "n_layer": 4, "n_positions": 512,
      "vocab_size": 8000, "resid_pdrop": 0.0}

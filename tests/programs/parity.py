@@ -12,10 +12,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbdist.parallel import build, mesh
+from nbdist.parallel.base import mesh
+from nbdist.parallel.base.tensors import local_of
+from nbdist.parallel.base.transform import ModelBuild
 from nbdist.parallel.dp import fsdp
-from nbdist.parallel.tensors import local_of
-from nbdist.parallel.transform import ModelBuild
+from nbdist.parallel.live import build
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from tests.programs.rank import n, rank
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from nbdist.parallel import prepare as live
-from nbdist.parallel import registry
+from nbdist.parallel.accelerator import prepare as live
+from nbdist.parallel.live import registry
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose
 from tests.programs.rank import n, rank, user

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from nbdist.parallel import registry
+from nbdist.parallel.live import registry
 from nbdist.strategy.choose import choose
 
 N_BLOCKS = int(os.environ.get("BLOCKS", "4"))

@@ -17,9 +17,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
-from nbdist.parallel.tensors import digest, local_of
+from nbdist.parallel.base.tensors import digest, local_of
+from nbdist.parallel.live import registry
 from nbdist.verification.rank.verify import verify
 from nbdist.verification.verdict import StepRequest, Verification
 from tests.programs.experts import Mixture

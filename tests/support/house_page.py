@@ -14,7 +14,7 @@ from tests import test_house as house
 PAGE = house.ROOT / "docs" / "architecture.md"
 PICTURE = house.ROOT / "docs" / "pictures" / "house.svg"
 BEGIN, END = "<!-- packages: made by tests/support/house_page.py -->\n", "<!-- end -->\n"
-SIDES = ("pure", "kernel", "rank", "view", "notebook")
+SIDES = ("pure", "kernel", "rank", "view", "agent", "controller", "notebook")
 WIDTH, BOX_WIDTH, BOX_HEIGHT, FLOOR_HEIGHT = 1060, 92, 30, 74
 XMLNS = "http://www.w3.org/2000/svg"
 COLOURS = {"rank": "#e8f0d8", "notebook": "#f4e3cf", "pure": "#dde8f3"}

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
 from nbdist.parallel.dp import fsdp
+from nbdist.parallel.live import registry
 from nbdist.parallel.tp import tp
 from nbdist.strategy.choose import choose
 from nbdist.switch.rank import switch

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
-from nbdist.parallel import registry
+from nbdist.parallel.base.tensors import like, local_of
 from nbdist.parallel.ep import dispatch
-from nbdist.parallel.tensors import like, local_of
+from nbdist.parallel.live import registry
 from nbdist.verification.verdict import Verification
 from tests.programs.rank import n, rank, user
 from tests.programs.verifying import (

@@ -21,8 +21,8 @@ from nbdist.verification.draws import DrawProblem
 from nbdist.verification.optimizers import Settings, StateApart
 from nbdist.verification.verdict import (
     AxisEvidence,
-    Facts,
-    Place,
+    ModuleLine,
+    StepFacts,
     Verification,
     conclude,
     kind_of,
@@ -47,15 +47,15 @@ def verification(first: Row | None, degrees: Degrees = DP, **more: Any) -> Verif
     return Verification("a strategy", "single", rows, first, 1e-7, degrees, **more)
 
 
-def kind(first: Row, facts: Facts | None = None, degrees: Degrees = DP, **more: Any) -> str:
-    return kind_of(verification(first, degrees, **more), first, facts or Facts())
+def kind(first: Row, facts: StepFacts | None = None, degrees: Degrees = DP, **more: Any) -> str:
+    return kind_of(verification(first, degrees, **more), first, facts or StepFacts())
 
 
 def evidence(
     axis: str, *, sum_error: float = 9.0, mean_error: float = 9.0, are_equal: bool = False
-) -> Facts:
+) -> StepFacts:
     of_rank = (AxisEvidence(axis, 2, sum_error, mean_error, are_equal),)
-    return Facts(evidence=(of_rank, of_rank))
+    return StepFacts(evidence=(of_rank, of_rank))
 
 
 def test_other_inputs_come_before_all_else() -> None:
@@ -67,13 +67,13 @@ def test_other_inputs_come_before_all_else() -> None:
 
 def test_what_is_not_the_same_twice_is_named() -> None:
     """By its module, or as the model itself."""
-    assert kind(row(), Facts(varying="noise")).endswith("from noise on")
-    assert kind(row(), Facts(varying="")).endswith("from the model itself on")
+    assert kind(row(), StepFacts(varying="noise")).endswith("from noise on")
+    assert kind(row(), StepFacts(varying="")).endswith("from the model itself on")
 
 
 def test_parameters_that_were_trained_apart_are_named() -> None:
     """Those of the module where it begins, and the ranks that had other values."""
-    facts = Facts(apart=((), ("layer.bias", "other.weight")))
+    facts = StepFacts(apart=((), ("layer.bias", "other.weight")))
 
     text = kind(row(), facts)
     assert text.startswith("trained apart: before the step, layer.bias had other values on rank 1 ")
@@ -167,14 +167,16 @@ def test_gradients_that_are_all_changed_without_a_factor_have_something_added() 
     gradients = (row(GRADIENT, "a.weight"), row(GRADIENT, "b.weight"))
     whole = replace(verification(gradients[0]), rows=gradients)
 
-    assert kind_of(whole, gradients[0], Facts()).startswith("something added: forward and backward")
+    assert kind_of(whole, gradients[0], StepFacts()).startswith(
+        "something added: forward and backward"
+    )
     assert "added" not in kind(gradients[0])
 
 
 def test_values_after_a_step_are_explained_by_the_optimizer() -> None:
     """By its settings and by what it remembers, where these are not the same on all ranks."""
     states = (StateApart("layer.weight", "exp_avg", (1,)),)
-    facts = Facts(settings=LR_BY_RANK, states=states)
+    facts = StepFacts(settings=LR_BY_RANK, states=states)
 
     assert kind(row(PARAMETER, outside=(1,)), facts) == (
         "other numbers of the optimizer: gradients are right, and lr is 0.1 on rank 0, 0.2 on "
@@ -187,13 +189,15 @@ def test_gradients_that_are_all_outside_are_of_no_module() -> None:
     """One that is outside alone keeps its place."""
     gradients = (row(GRADIENT, "a.weight"), row(GRADIENT, "b.weight"))
     right = replace(gradients[1], outside=())
-    place = Place("a")
+    place = ModuleLine("a")
 
-    concluded = conclude(replace(verification(gradients[0], place=place), rows=gradients), Facts())
+    concluded = conclude(
+        replace(verification(gradients[0], place=place), rows=gradients), StepFacts()
+    )
     assert concluded.place.module == ""
     assert "all 2 gradients are outside" in concluded.kind
     concluded = conclude(
-        replace(verification(gradients[0], place=place), rows=(gradients[0], right)), Facts()
+        replace(verification(gradients[0], place=place), rows=(gradients[0], right)), StepFacts()
     )
     assert concluded.place.module == "a"
 
@@ -201,20 +205,20 @@ def test_gradients_that_are_all_outside_are_of_no_module() -> None:
 @pytest.mark.parametrize(
     ("facts", "name", "is_right"),
     [
-        (Facts(is_same_batch=True), "same batch", True),
-        (Facts(varying="noise"), "not the same twice", False),
-        (Facts(are_other_inputs=True), "other inputs", False),
-        (Facts(outer=(Finding("code by rank", "rank 1 alone calls roll", BAD),)), "code by rank",
-         False),
-        (Facts(settings=LR_BY_RANK), "optimizer by rank", False),
-        (Facts(draws=(DrawProblem("drop", "tp", (0, 1), is_equal=False),)), "random numbers",
-         False),
-        (Facts(draws=(DrawProblem("", "dp_shard", (0, 1), is_equal=True),)), "random numbers",
-         False),
+        (StepFacts(is_same_batch=True), "same batch", True),
+        (StepFacts(varying="noise"), "not the same twice", False),
+        (StepFacts(are_other_inputs=True), "other inputs", False),
+        (StepFacts(outer=(Finding("code by rank", "rank 1 alone calls roll", BAD),)),
+         "code by rank", False),
+        (StepFacts(settings=LR_BY_RANK), "optimizer by rank", False),
+        (StepFacts(draws=(DrawProblem("drop", "tp", (0, 1), is_equal=False),)),
+         "random numbers", False),
+        (StepFacts(draws=(DrawProblem("", "dp_shard", (0, 1), is_equal=True),)),
+         "random numbers", False),
     ],
 )  # fmt: skip
 def test_what_is_wrong_though_nothing_differs_is_a_finding(
-    facts: Facts, name: str, is_right: bool
+    facts: StepFacts, name: str, is_right: bool
 ) -> None:
     """A warning leaves a step right, anything worse does not."""
     concluded = conclude(verification(None), facts)
@@ -225,6 +229,6 @@ def test_what_is_wrong_though_nothing_differs_is_a_finding(
 
 def test_settings_that_agree_are_no_finding() -> None:
     """They are the same on all ranks."""
-    facts = Facts(settings=LR_BY_RANK[:1] * 2)
+    facts = StepFacts(settings=LR_BY_RANK[:1] * 2)
 
     assert conclude(verification(None), facts).findings == ()

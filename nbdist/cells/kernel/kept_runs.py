@@ -8,7 +8,8 @@ from pathlib import Path
 from nbdist.cells import journal
 from nbdist.cells.journal import Glance
 from nbdist.cells.kept_run import KeptRun, NewestCell
-from nbdist.cluster.kernel import guardian, runs
+from nbdist.cluster.agent import guardian
+from nbdist.cluster.kernel import runs
 from nbdist.cluster.run_owner import KEPT, Run
 from nbdist.core import host
 

@@ -28,13 +28,14 @@ from nbdist.checkpoint.rank import peft_adapters
 from nbdist.checkpoint.rank.safetensors_file import WeightsFile, configs_of
 from nbdist.checkpoint.safetensors import ADAPTER_FILE, FILE, ExportedWeights
 from nbdist.errors import CheckpointError, OptionError
-from nbdist.parallel import build, registry
+from nbdist.parallel.accelerator import deepspeed_engine
 from nbdist.parallel.accelerator.model_state import portable
-from nbdist.parallel.consensus import all_or_none, rank
-from nbdist.parallel.dp import deepspeed_engine, fsdp, fsdp1_state
+from nbdist.parallel.base.consensus import all_or_none, rank
+from nbdist.parallel.dp import fsdp
 from nbdist.parallel.libraries import quantized
 from nbdist.parallel.libraries.peft_layers import inner_model
-from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.live import build, fsdp1_state, registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.reshard import full_state, own_buffers
 from nbdist.parallel.reshard.own_buffers import RANK_0
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from nbdist.checkpoint.manifest import SavedModel, SavedOptimizer, SavedTensor
 from nbdist.checkpoint.rank import peft_adapters
 from nbdist.errors import CheckpointError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.model_state import portable
-from nbdist.parallel.consensus import all_or_none
-from nbdist.parallel.dp import fsdp, fsdp1_state
+from nbdist.parallel.base.consensus import all_or_none
+from nbdist.parallel.dp import fsdp
 from nbdist.parallel.libraries import quantized
-from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.live import fsdp1_state, registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_state
 from nbdist.parallel.reshard.optimizer_state import MergedState

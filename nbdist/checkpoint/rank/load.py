@@ -36,8 +36,7 @@ from nbdist.core.failures import ranks_on_hosts
 from nbdist.core.finding import BAD
 from nbdist.core.host import this_machine
 from nbdist.errors import CheckpointError, NbdistError
-from nbdist.parallel import registry
-from nbdist.parallel.consensus import (
+from nbdist.parallel.base.consensus import (
     CommitVote,
     all_or_none,
     interrupts_held,
@@ -46,7 +45,8 @@ from nbdist.parallel.consensus import (
     rank,
     world_size,
 )
-from nbdist.parallel.training_state import same_random
+from nbdist.parallel.base.training_state import same_random
+from nbdist.parallel.live import registry
 from nbdist.rpc.rank import progress
 from nbdist.strategy.tensor_layout import Placement, local_shape
 

@@ -20,8 +20,8 @@ from torch.func import functional_call
 
 from nbdist.checkpoint.safetensors import ADAPTER_CONFIG
 from nbdist.errors import OptionError
-from nbdist.parallel import build
 from nbdist.parallel.libraries.peft_layers import PREFIX, inner_model
+from nbdist.parallel.live import build
 
 
 def chosen_adapter(model: Any, name: str) -> str:

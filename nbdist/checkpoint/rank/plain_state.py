@@ -18,7 +18,7 @@ import torch
 from nbdist.checkpoint.rank.live_objects import LiveObjects
 from nbdist.checkpoint.rank.tensors import entries_of
 from nbdist.errors import CheckpointError
-from nbdist.parallel.training_state import Generators
+from nbdist.parallel.base.training_state import Generators
 
 FILE = "states.pt"
 # What is never changed, so that a copy is the same object.

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from nbdist.checkpoint.rank import live_objects
 from nbdist.checkpoint.rank.live_objects import CheckpointModel, LiveObjects, PreparedOptimizer
 from nbdist.checkpoint.rank.tensors import MODEL, CheckpointTensors, state_path
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
-from nbdist.parallel.consensus import rank, world_size
+from nbdist.parallel.base.consensus import rank, world_size
 from nbdist.parallel.dp import fsdp
-from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.live import registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.reshard.common import OptimizerHandle, prepared_optimizers
 from nbdist.parallel.reshard.full_state import local_state
 from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState

@@ -19,11 +19,11 @@ from nbdist.checkpoint.rank.live_objects import (
 )
 from nbdist.checkpoint.rank.tensors import MODEL, OPTIMIZER, is_whole, state_side
 from nbdist.errors import CheckpointError
-from nbdist.parallel.consensus import rank, world_size
-from nbdist.parallel.dp import fsdp1_state
+from nbdist.parallel.base.consensus import rank, world_size
+from nbdist.parallel.base.tensors import local_of
+from nbdist.parallel.live import fsdp1_state
 from nbdist.parallel.reshard.full_state import load_full_optimizer_state
 from nbdist.parallel.reshard.optimizer_state import MergedState, Place, StateEntry, write
-from nbdist.parallel.tensors import local_of
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 

@@ -34,11 +34,11 @@ from nbdist.core.failures import ranks_on_hosts
 from nbdist.core.host import Machine
 from nbdist.core.versions import VERSION
 from nbdist.errors import CheckpointError, NbdistError
-from nbdist.parallel import registry
-from nbdist.parallel.consensus import all_or_none, interrupts_held, rank, world_size
+from nbdist.parallel.base.consensus import all_or_none, interrupts_held, rank, world_size
+from nbdist.parallel.base.training_state import Generators, generators, same_random
+from nbdist.parallel.live import registry
 from nbdist.parallel.reshard import own_buffers
 from nbdist.parallel.reshard.own_buffers import RANK_0
-from nbdist.parallel.training_state import Generators, generators, same_random
 
 
 def begin(path: str, token: str, is_async: bool, is_adapters: bool = False) -> SaveStarted:

@@ -30,8 +30,8 @@ from nbdist.checkpoint.results import Saved
 from nbdist.core import host
 from nbdist.core.host import Machine
 from nbdist.errors import CheckpointError
-from nbdist.parallel.consensus import one_line, rank
-from nbdist.parallel.training_state import Generators
+from nbdist.parallel.base.consensus import one_line, rank
+from nbdist.parallel.base.training_state import Generators
 
 
 @dataclass(slots=True)

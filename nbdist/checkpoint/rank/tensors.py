@@ -21,9 +21,8 @@ from nbdist.checkpoint.rank.live_objects import (
 )
 from nbdist.core.ranks import rank_label
 from nbdist.errors import CheckpointError
-from nbdist.parallel import registry
-from nbdist.parallel.consensus import world_size
-from nbdist.parallel.dp import fsdp1_state
+from nbdist.parallel.base.consensus import world_size
+from nbdist.parallel.live import fsdp1_state, registry
 from nbdist.parallel.reshard.optimizer_state import Place
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, missing_on_ranks

@@ -10,33 +10,33 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
+from nbdist.cluster.agent import guardian
 from nbdist.cluster.hosts import clock_notes
 from nbdist.cluster.kernel import (
     controller,
-    guardian,
     ipp_cluster,
     ipp_launchers,
     launcher,
     processes,
     run_dir,
 )
+from nbdist.cluster.kernel.event_loop import current, run_in_loop
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
 from nbdist.cluster.kernel.processes import Exit, Processes
-from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
+from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration
 from nbdist.cluster.run_owner import Keep
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import this_machine
+from nbdist.core.progress import Reporter
 from nbdist.core.units import shown
 from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.rpc.kernel import sigint
@@ -49,46 +49,6 @@ OTHER_STOP_DEADLINE_S = 60.0
 # Of a process of this machine that an engine's lost connection announces, the end is seen by then.
 LOST_S = 1.0
 LOST = "its connection is lost: its process ended, or its host cannot be reached"
-
-T = TypeVar("T")
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The one loop of this process that all clusters use, in a thread of its own.
-
-    ipyparallel notices the end of a process in the loop that started it. In a loop that is closed
-    after each call that notice is lost (seconds instead of 0.03 s), so it lives as long as the
-    kernel.
-    """
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_forever()
-
-    threading.Thread(target=run, name="nbdist-cluster", daemon=True).start()
-    return loop
-
-
-def run_in_loop(
-    coroutine: Coroutine[Any, Any, T], deadline_s: float, check: Callable[[], None] | None = None
-) -> T:
-    """The coroutine's result; `check` is called often meanwhile, and may raise to break off.
-
-    Raises:
-        TimeoutError: After the deadline; the coroutine is cancelled.
-    """
-    future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
-    end_s = time.monotonic() + deadline_s
-    try:
-        while check is not None and not future.done() and time.monotonic() < end_s:
-            check()
-            wait([future], POLL_S)
-        return future.result(max(0.0, end_s - time.monotonic()))
-    except BaseException:
-        future.cancel()
-        raise
 
 
 class Cluster:
@@ -269,7 +229,7 @@ class Cluster:
         """The process id of the guardian."""
         return self._guard.pid
 
-    def start(self, world_size: int | None, deadline_s: float, progress: Progress) -> int:
+    def start(self, world_size: int | None, deadline_s: float, progress: Reporter) -> int:
         """Start controller and engines, connect, and wait until all engines have registered.
 
         Of hosts with agents None are as many ranks as there are places. Returns the number.
@@ -355,7 +315,7 @@ class Cluster:
             if engine not in self.processes.exits:
                 self.processes.note(Exit(engine, None, LOST))
 
-        loop, delay_s = _loop(), LOST_S if self.processes.sees_ends else 0.0
+        loop, delay_s = current(), LOST_S if self.processes.sees_ends else 0.0
         loop.call_soon_threadsafe(loop.call_later, delay_s, note)
 
     def _forget(self, engine: int, _stop_data: dict[str, Any]) -> None:
@@ -431,7 +391,7 @@ class Cluster:
         engines: Collection[int],
         environment: Mapping[str, str],
         deadline_s: float,
-        progress: Progress = lambda _: None,
+        progress: Reporter = lambda _: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Put new processes in the place of engines, under the same engine ids.

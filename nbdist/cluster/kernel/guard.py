@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nbdist.cluster.agent.guardian import TAKEN, is_held_by_another, start_ticks
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
-from nbdist.cluster.kernel.guardian import TAKEN, is_held_by_another, start_ticks
 
-PROGRAM = Path(__file__).with_name("guardian.py")
+PROGRAM = Path(__file__).resolve().parents[1] / "agent" / "guardian.py"
 CLOSE_DEADLINE_S = 5.0
 SHORT_LIFE_S = 0.5
 

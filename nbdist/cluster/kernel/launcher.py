@@ -27,7 +27,7 @@ from nbdist.errors import StartError
 # What an engine runs as soon as the controller knows of it, before anything is asked of it.
 JOIN = "__import__('nbdist.engine.early_join', fromlist=['join_when_ready']).join_when_ready()"
 ENGINE_PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "__main__.py"
-CONTROLLER_PROGRAM = Path(__file__).with_name("hub.py")
+CONTROLLER_PROGRAM = Path(__file__).resolve().parents[1] / "controller" / "hub.py"
 
 
 def _fork(launcher: LocalProcessLauncher, server: RankServer, who: str) -> int:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from nbdist.cluster.kernel import guardian, run_dir, runs
+from nbdist.cluster.agent import guardian
+from nbdist.cluster.kernel import run_dir, runs
 from nbdist.cluster.run_owner import DEAD, Process, Run
 from nbdist.errors import NbdistError
 

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 from ipyparallel.cluster.launcher import LocalProcessLauncher, SSHLauncher
 
-from nbdist.cluster.kernel import guardian, ipp_launchers, run_dir
+from nbdist.cluster.agent import guardian
+from nbdist.cluster.kernel import ipp_launchers, run_dir
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine
 from nbdist.cluster.kernel.launchers.agents import SILENT_S

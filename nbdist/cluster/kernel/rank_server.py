@@ -1,4 +1,4 @@
-"""The kernel's side of the process that forks this notebook's ranks (engine/server.py).
+"""The kernel's side of the process that forks this notebook's ranks (engine/fork_server.py).
 
 One per kernel. It begins with `%load_ext nbdist`, or with the first ranks, and goes on until the
 kernel ends or nobody has asked it for ten minutes. Ranks do not need it any more once they run.
@@ -27,10 +27,10 @@ from typing import Any
 import psutil
 
 from nbdist.cluster import nccl_env
-from nbdist.cluster.kernel import guardian
+from nbdist.cluster.agent import guardian
 from nbdist.errors import StartError
 
-PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "server.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "fork_server.py"
 FORK, PRELOAD, MARK = "NBDIST_FORK", "NBDIST_PRELOAD", "NBDIST_RUN"
 # What /proc shows of a fork has to find room in what the server was started with.
 ROOM = "NBDIST_ROOM"

@@ -37,8 +37,10 @@ memory_bytes: RankFunction[[], dict[str, int]] = RankFunction("memory")
 # Of its main thread: a rank that answers runs what is sent to it.
 main_thread_name: RankFunction[[], str] = RankFunction("nbdist.engine.responder:ping")
 barrier: RankFunction[[str, float], float] = RankFunction("nbdist.engine.join:barrier")
-current_strategy: RankFunction[[], Strategy] = RankFunction("nbdist.parallel.registry:current")
-set_strategy: RankFunction[[Strategy], None] = RankFunction("nbdist.parallel.registry:set_choice")
+current_strategy: RankFunction[[], Strategy] = RankFunction("nbdist.parallel.live.registry:current")
+set_strategy: RankFunction[[Strategy], None] = RankFunction(
+    "nbdist.parallel.live.registry:set_choice"
+)
 
 
 class RunningCell(Protocol):

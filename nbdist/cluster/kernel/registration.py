@@ -11,9 +11,8 @@ from pathlib import Path
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.progress import Reporter
 from nbdist.errors import StartError
-
-Progress = Callable[[str], None]
 
 POLL_S = 0.01
 # After that long without news the controller is asked: it may have told what nobody heard.
@@ -49,7 +48,7 @@ class EngineRegistration:
         self,
         end_s: float,
         deadline_s: float,
-        progress: Progress,
+        progress: Reporter,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Return once all are there; `check` is called often, and may raise to break off.

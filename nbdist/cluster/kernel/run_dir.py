@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster import run_owner
-from nbdist.cluster.kernel import guardian
+from nbdist.cluster.agent import guardian
 from nbdist.cluster.run_owner import Detachment, Keep, RunOwner
 from nbdist.core.host import this_machine
 from nbdist.core.units import shown

@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 
 from nbdist.cluster import run_owner
-from nbdist.cluster.kernel import guardian, run_dir
+from nbdist.cluster.agent import guardian
+from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.run_owner import Process, Run
 from nbdist.core import host
 
@@ -180,7 +181,7 @@ def _process(pid: int) -> UserProcess | None:
     if fields is None or fields[0] in "ZX":
         return None
     marks = [value.removeprefix(MARK) for value in variables if value.startswith(MARK)]
-    is_guardian = any(word.endswith(b"/kernel/guardian.py") for word in words[:5])
+    is_guardian = any(word.endswith(b"/agent/guardian.py") for word in words[:5])
     guards = [word for word in words if word][-1] if is_guardian else b""
     return UserProcess(
         pid, fields[19], int(fields[1]), int(fields[3]), _folder_of(marks), _folder_of([guards])

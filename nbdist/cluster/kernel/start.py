@@ -22,12 +22,12 @@ from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, launcher, profiles
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.launchers import slurm as slurm_launcher
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
-from nbdist.cluster.kernel.registration import Progress
 from nbdist.cluster.peer_filter import OpenPort
 from nbdist.cluster.slurm import DEFAULTS, TYPED, SlurmOptions
 from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
+from nbdist.core.progress import Reporter
 from nbdist.core.ranks import is_all, parse_numbers
 from nbdist.core.topology import EngineReport, Gpu, HostRanks, StoreAt, Topology
 from nbdist.errors import OptionError, StartError, no_such
@@ -97,7 +97,7 @@ class StartOptions:
     save: str = ""
 
 
-def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology, tuple[str, ...]]:
+def start(options: StartOptions, progress: Reporter) -> tuple[Cluster, Topology, tuple[str, ...]]:
     """Bring ranks up; their cluster, which engine has which rank, and what there is to say of it.
 
     Raises:
@@ -145,7 +145,7 @@ def _find_hosts(
     config: Config,
     options: StartOptions,
     kind: str,
-    progress: Progress,
+    progress: Reporter,
     run: str,
     promise: Callable[[Sequence[str]], None],
 ) -> None:
@@ -218,7 +218,7 @@ def _prepare(
     world_size: int,
     options: StartOptions,
     end_s: float,
-    progress: Progress,
+    progress: Reporter,
     *,
     is_local: bool,
 ) -> tuple[Topology, list[str]]:
@@ -403,7 +403,7 @@ def _form_group(
     engines: Sequence[int],
     options: StartOptions,
     end_s: float,
-    progress: Progress,
+    progress: Reporter,
 ) -> None:
     """Ask the engines what they are, assign ranks, form the groups."""
     progress("asking the engines where they are")

@@ -19,9 +19,9 @@ from nbdist.cluster.kernel.ranks import (
     prepare,
     set_strategy,
 )
-from nbdist.cluster.kernel.registration import Progress
 from nbdist.core import host
 from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.core.progress import Reporter
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import EngineReport, StoreAt, Topology, replan
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankBusy, StartError
@@ -65,7 +65,9 @@ name_meshes: RankFunction[[Sequence[Mapping[str, MeshSpec]]], tuple[str, ...]] =
 created_groups: RankFunction[[], tuple[GroupSpec, ...]] = RankFunction(
     "nbdist.hang.rank.process_groups:created_groups"
 )
-catching_up: RankFunction[[bool], None] = RankFunction("nbdist.parallel.live_models:catching_up")
+catching_up: RankFunction[[bool], None] = RankFunction(
+    "nbdist.parallel.live.live_models:catching_up"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class RestartResult:
 
 
 def restart(
-    ranks: Ranks, health: Health, named: Sequence[int], deadline_s: float, progress: Progress
+    ranks: Ranks, health: Health, named: Sequence[int], deadline_s: float, progress: Reporter
 ) -> RestartResult:
     """Put new processes in the place of ranks, and make all groups whole again.
 
@@ -149,7 +151,7 @@ class _Restart:
         self._end_s = end_s
         self._pressed = sigint.PendingInterrupts()
 
-    def run(self, progress: Progress) -> list[str]:
+    def run(self, progress: Reporter) -> list[str]:
         """Do it; the names that ranks who stay have, and the new ones lack."""
         with sigint.deferred_sigint() as pressed:
             self._pressed = pressed
@@ -170,7 +172,7 @@ class _Restart:
         # In the order in which the first rank that stays has made them.
         return list(dict.fromkeys(name for names in there for name in names if name not in here))
 
-    def _form(self, groups: tuple[GroupSpec, ...], progress: Progress) -> None:
+    def _form(self, groups: tuple[GroupSpec, ...], progress: Reporter) -> None:
         """Form the groups on all ranks at once, and give the new ones their names."""
         progress("forming the groups again")
         health, new, call = self._health, self._replaced, self._ranks.call

@@ -224,7 +224,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     world.pg_coalesce_state.clear()
     # Half a second of torch, which no start should wait for.
     from nbdist.hang.rank import reset_models
-    from nbdist.parallel import live_models
+    from nbdist.parallel.live import live_models
 
     models = live_models.find()  # all of Python's objects are looked at, so once
     gradients = reset_models.reset(models)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nbdist.hang.recovery import HALVES, SHARDED
 from nbdist.parallel.dp.ddp import forget_step
-from nbdist.parallel.live_models import NamedModel, find
+from nbdist.parallel.live.live_models import NamedModel, find
 
 # A tensor is summed in pieces, so that what is needed beside it stays small.
 _PIECE_BYTES = 1 << 22

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import OptionError
 from nbdist.lints import replicas
-from nbdist.lints.replicas import Difference, ModelLook, ReplicaCheck
+from nbdist.lints.replicas import ModelLook, ReplicaCheck, ReplicaDifference
 from nbdist.rpc.kernel.functions import RankFunction
 
 # Every element of every tensor is read once, on a GPU in milliseconds for a GB.
@@ -15,7 +15,7 @@ LOOK_S = 300.0
 SET_S = 30.0
 
 look: RankFunction[[], tuple[ModelLook, ...]] = RankFunction("nbdist.lints.rank.replicas:look")
-spread: RankFunction[[Sequence[Difference]], list[float]] = RankFunction(
+spread: RankFunction[[Sequence[ReplicaDifference]], list[float]] = RankFunction(
     "nbdist.lints.rank.replicas:spread"
 )
 set_every: RankFunction[[int], None] = RankFunction("nbdist.lints.rank.check_every:set_every")

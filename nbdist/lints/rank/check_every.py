@@ -199,7 +199,7 @@ def _judge(optimizer: Optimizer, watched: _Watched, pending: _Pending, norms: to
 
 def names() -> dict[int, str]:
     """By id of a parameter its name, model.name, of all models of this rank."""
-    from nbdist.parallel import live_models
+    from nbdist.parallel.live import live_models
 
     names_by_id: dict[int, str] = {}
     for variable, module in live_models.user_modules().items():
@@ -239,7 +239,7 @@ def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def _peers(parameters: Sequence[torch.Tensor], watched: _Watched) -> list[Peers]:
     """For each parameter the ranks that hold the same of it; itself alone where nobody knows."""
-    registry: Any = sys.modules.get("nbdist.parallel.registry")
+    registry: Any = sys.modules.get("nbdist.parallel.live.registry")
     choice = registry.current() if registry is not None and dist.is_initialized() else None
     version = (choice, ddp.count(), len(parameters))
     if version == watched.version and all(id(p) in watched.peers for p in parameters):

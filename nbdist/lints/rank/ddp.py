@@ -183,5 +183,5 @@ def _has_any(model: Ddp, parameter_ids: Container[int]) -> bool:
 
 
 def _is_retired(module: torch.nn.Module) -> bool:
-    prepared = sys.modules.get("nbdist.parallel.prepared")
+    prepared = sys.modules.get("nbdist.parallel.live.prepared")
     return prepared is not None and bool(prepared.is_retired(module))

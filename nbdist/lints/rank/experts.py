@@ -47,7 +47,7 @@ def look_at_routers(optimizer: Optimizer) -> None:
     In the first step those that have none at all are noted, in the third one also zeros.
     """
     step = _steps.get(optimizer, 0) + 1
-    registry = sys.modules.get("nbdist.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.live.registry")
     if step > _LAST_STEP or registry is None:
         return
     _steps[optimizer] = step

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.lints.rank import ddp as ddp_models
 from nbdist.lints.rank import optimizer_steps, watch
-from nbdist.parallel import events
+from nbdist.parallel.base import events
 
 HEAD = 16
 MOST_TENSORS = 256

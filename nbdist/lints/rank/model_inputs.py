@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nbdist.lints.rank import ddp, watch
-from nbdist.parallel import events
+from nbdist.parallel.base import events
 
 # Odd: no bit of an earlier call is lost.
 _FACTOR = 1_000_003

@@ -23,7 +23,7 @@ from nbdist.hang.records import SourceLine
 from nbdist.hang.text import place_text
 from nbdist.lints.rank import ddp, experts, watch
 from nbdist.lints.unused_parameters import SHOWN_NAMES
-from nbdist.parallel import events
+from nbdist.parallel.base import events
 
 # The last operation of a loss that is a mean, and nothing else: what else there may be is divided,
 # weighted, or not known.
@@ -129,7 +129,7 @@ def peers() -> tuple[int, ...]:
 
 
 def _peers_of_prepared(parameter_ids: Container[int]) -> tuple[int, ...] | None:
-    registry = sys.modules.get("nbdist.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.live.registry")
     if registry is None:
         return None
     for prepared in registry.prepared():
@@ -250,7 +250,7 @@ def _look_at_backward(optimizer: Optimizer, stepper: _Stepper) -> None:
 @watch.guarded("dead-parameters")
 def _look_at_dead(optimizer: Optimizer) -> None:
     """Has an optimizer parameters that prepared models no longer have?"""
-    registry = sys.modules.get("nbdist.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.live.registry")
     parameters = list(watch.parameters_by_id(optimizer).values())
     for model in registry.prepared() if registry is not None else ():
         by_name = {model.name_of(p): p for p in parameters}

@@ -169,7 +169,7 @@ def _digest(gradients: list[torch.Tensor]) -> str:
 
 
 def _is_zero1(module: torch.nn.Module) -> bool:
-    registry = sys.modules.get("nbdist.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.live.registry")
     return registry is not None and any(
         prepared.built.job.choice.name == "zero1" and module in set(prepared.outer.modules())
         for prepared in registry.prepared()

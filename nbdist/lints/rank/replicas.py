@@ -20,15 +20,14 @@ from nbdist.lints.replicas import (
     BUFFER,
     GRADIENT,
     PARAMETER,
-    Difference,
     Look,
     ModelLook,
+    ReplicaDifference,
     UnreducedStep,
 )
-from nbdist.parallel import build, live_models, registry
-from nbdist.parallel.dp import fsdp1_state
 from nbdist.parallel.libraries import quantized
-from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.live import build, fsdp1_state, live_models, registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.rpc.rank import namespace
 from nbdist.strategy.choice import label
 from nbdist.strategy.tensor_layout import local_runs
@@ -73,7 +72,7 @@ def look() -> tuple[ModelLook, ...]:
     )  # fmt: skip
 
 
-def spread(wanted: Sequence[Difference]) -> list[float]:
+def spread(wanted: Sequence[ReplicaDifference]) -> list[float]:
     """The largest difference of an element between the ranks of each of these tensors.
 
     Collective: every rank, with the same list of tensors that are finite.
@@ -276,7 +275,7 @@ def _not_finite(tensor: torch.Tensor) -> tuple[int, int]:
     return int(tensor.isnan().sum()), int(tensor.isinf().sum())
 
 
-def _spread(wanted: Difference, tensor: torch.Tensor | None) -> float:
+def _spread(wanted: ReplicaDifference, tensor: torch.Tensor | None) -> float:
     """One tensor's. Collective: ranks that are not among its holders send what changes nothing."""
     members = {rank for group in wanted.groups for rank in group}
     is_member = dist.get_rank() in members and tensor is not None and tensor.numel() == wanted.count

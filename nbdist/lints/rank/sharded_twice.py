@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from nbdist.lints.rank import watch
-from nbdist.parallel import events
+from nbdist.parallel.base import events
 
 # So many samples are read, and up to the most of them while that is quick: those of a file's head
 # may be alike.

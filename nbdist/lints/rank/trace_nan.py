@@ -71,7 +71,7 @@ def _after(module: torch.nn.Module, inputs: object, output: object) -> None:
 
 
 def _name(module: torch.nn.Module) -> str:
-    from nbdist.parallel import live_models
+    from nbdist.parallel.live import live_models
 
     for variable, outer in live_models.user_modules().items():
         for name, child in namespace.unwrapped(outer).named_modules():

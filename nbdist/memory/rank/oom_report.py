@@ -25,8 +25,8 @@ from nbdist.memory.rank import owners, record, saved_tensors
 from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import ACTIVATION, BACKWARD, CATEGORIES, FORWARD, STEPPING, RankMemory
 from nbdist.memory.snapshot import UNKNOWN as NO_CATEGORY
-from nbdist.parallel import live_models, registry
-from nbdist.parallel.blocks import find_blocks
+from nbdist.parallel.base.blocks import find_blocks
+from nbdist.parallel.live import live_models, registry
 
 MOST_HOLDERS = 5
 # In which of torch's files a frame is while a step does what; the innermost such frame counts.

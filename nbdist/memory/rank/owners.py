@@ -1,6 +1,6 @@
 """Whose memory it is on this rank: parameters, gradients, optimizer state, and what has no owner.
 
-Everything is found among Python's objects, as parallel/live_models.py finds models; nothing is
+Everything is found among Python's objects, as parallel/live/live_models.py finds models; nothing is
 asked of the user. Every storage counts once, for its first owner in the order of `owners`.
 """
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from nbdist.memory.blocks import NOWHERE
 from nbdist.memory.rank import ddp_fsdp
 from nbdist.memory.snapshot import BUFFER, COMMUNICATION, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
-from nbdist.parallel import live_models, registry
+from nbdist.parallel.live import live_models, registry
 
 # Modules around the user's own, and what each calls the one that is inside.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})

@@ -27,7 +27,7 @@ from nbdist.memory.rank.cuda import CudaRecorder
 from nbdist.memory.rank.marks import Marks
 from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import MemoryOptions, RankMemory, empty
-from nbdist.parallel import registry
+from nbdist.parallel.live import registry
 from nbdist.recording.rank import cell_hook
 from nbdist.recording.rank.steps import CellRecording
 from nbdist.rpc.rank import progress

@@ -15,14 +15,14 @@ from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin
 from accelerate.utils import reduce as reduce_on_all_ranks
 
 from nbdist.errors import OptionError
-from nbdist.parallel import events, options, precision, prepare, registry
 from nbdist.parallel.accelerator import (
     clip_grad,
+    deepspeed_engine,
     gather,
-    guard,
     iterable_loader,
     lazy,
     model_state,
+    prepare,
     save_state,
 )
 from nbdist.parallel.accelerator.batch_sampler import SamplerSettings, current_share, share_of
@@ -30,10 +30,12 @@ from nbdist.parallel.accelerator.grad_scaler import Scaler
 from nbdist.parallel.accelerator.loader_state import Position
 from nbdist.parallel.accelerator.optimizer import OptimizerWrapper, Scheduler
 from nbdist.parallel.accelerator.torch_clip import list_parameters
-from nbdist.parallel.accelerator.weak_list import WeakList
-from nbdist.parallel.dp import deepspeed, deepspeed_engine, fsdp
-from nbdist.parallel.precision import DTYPES
-from nbdist.parallel.tensors import local_parts
+from nbdist.parallel.base import events, guard, options, precision
+from nbdist.parallel.base.precision import DTYPES
+from nbdist.parallel.base.tensors import local_parts
+from nbdist.parallel.base.weak_list import WeakList
+from nbdist.parallel.dp import deepspeed, fsdp
+from nbdist.parallel.live import registry
 from nbdist.strategy.choice import Strategy
 
 

@@ -20,7 +20,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler
 
 from nbdist.errors import OptionError
-from nbdist.parallel import registry
+from nbdist.parallel.live import registry
 from nbdist.strategy.choice import Strategy
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 from nbdist.errors import OptionError
-from nbdist.parallel.tensors import local_as, local_parts
+from nbdist.parallel.base.tensors import local_as, local_parts
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import TensorLayout, is_first
 

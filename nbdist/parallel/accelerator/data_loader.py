@@ -17,7 +17,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import (
     DataShard,
     SamplerSettings,
@@ -25,9 +24,10 @@ from nbdist.parallel.accelerator.batch_sampler import (
     current_share,
 )
 from nbdist.parallel.accelerator.loader_state import Loop, Place, Position, note_batch
-from nbdist.parallel.consensus import all_gather_object
-from nbdist.parallel.cp.split_sequence import tensors
-from nbdist.parallel.tensors import digest
+from nbdist.parallel.base.consensus import all_gather_object
+from nbdist.parallel.base.tensors import digest
+from nbdist.parallel.live import registry
+from nbdist.parallel.sequence.split_sequence import tensors
 
 # What torch's DataLoader is made of, beside the dataset and what draws indices.
 _ARGUMENTS = (

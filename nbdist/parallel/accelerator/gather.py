@@ -13,8 +13,8 @@ from accelerate.utils import recursively_apply
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import OptionError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import current_share
+from nbdist.parallel.live import registry
 
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from nbdist.parallel import registry
-from nbdist.parallel.tensors import local_parts
+from nbdist.parallel.base.tensors import local_parts
+from nbdist.parallel.live import registry
 
 
 class Scaler(torch.amp.GradScaler):

@@ -20,7 +20,6 @@ from accelerate.utils import (
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
     DataShard,
@@ -30,6 +29,7 @@ from nbdist.parallel.accelerator.batch_sampler import (
 )
 from nbdist.parallel.accelerator.data_loader import PreparedLoader, arguments, fix_order
 from nbdist.parallel.accelerator.loader_state import Loop, Place, Position
+from nbdist.parallel.live import registry
 
 
 def prepare(

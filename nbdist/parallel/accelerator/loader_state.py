@@ -12,8 +12,9 @@ from typing import Any, Self
 
 import torch
 
-from nbdist.parallel import events, registry
-from nbdist.parallel.training_state import PutBack, keep_generators
+from nbdist.parallel.base import events
+from nbdist.parallel.base.training_state import PutBack, keep_generators
+from nbdist.parallel.live import registry
 
 # What models of tokens call them: a batch may have other tensors before.
 _TOKENS = "input_ids"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from nbdist.parallel import build, registry
-from nbdist.parallel.dp import deepspeed, fsdp1_state
+from nbdist.parallel.dp import deepspeed
+from nbdist.parallel.live import build, fsdp1_state, registry
 from nbdist.parallel.reshard import full_state, own_buffers
 
 

@@ -11,9 +11,9 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from nbdist.errors import OptionError
-from nbdist.parallel import prepare, registry
-from nbdist.parallel.accelerator import gather, save_state
+from nbdist.parallel.accelerator import gather, prepare, save_state
 from nbdist.parallel.accelerator.grad_scaler import Scaler
+from nbdist.parallel.live import registry
 
 
 class OptimizerWrapper(AcceleratedOptimizer):  # type: ignore[misc]  # untyped

@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 
 from nbdist.errors import NbdistError
 from nbdist.parallel.accelerator.model_state import Portable, portable
-from nbdist.parallel.accelerator.weak_list import WeakList
-from nbdist.parallel.consensus import all_gather_object, all_or_none
-from nbdist.parallel.registry import names_in
+from nbdist.parallel.base.consensus import all_gather_object, all_or_none
+from nbdist.parallel.base.weak_list import WeakList
+from nbdist.parallel.live.registry import names_in
 from nbdist.parallel.reshard import full_state
 
 # A whole state says so: torch's own would be taken for this rank's part.

@@ -36,7 +36,7 @@ def install() -> None:
 
 def _split_parameters() -> dict[int, torch.Tensor]:
     """By id, those of prepared models of which each rank has a part under tp, pp or ep."""
-    registry = sys.modules.get("nbdist.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.live.registry")
     if registry is None:
         return {}
     return {
@@ -56,7 +56,7 @@ def list_parameters(
         NbdistError: A strategy has replaced one of them (`registry.refuse_replaced`).
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    registry = sys.modules.get("nbdist.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.live.registry")
     if registry is not None:
         registry.refuse_replaced(listed, function)
     return listed
@@ -66,8 +66,8 @@ def _clip(
     parameters: list[torch.Tensor], max_norm: float, norm_type: float, *, is_strict: bool
 ) -> torch.Tensor:
     # Late: DTensor takes long to import, and this module is there from a rank's start.
-    from nbdist.parallel import registry
     from nbdist.parallel.accelerator.clip_grad import clip_grad_norm
+    from nbdist.parallel.live import registry
 
     return clip_grad_norm(
         parameters,
@@ -102,7 +102,7 @@ def _each_value(original: Callable[..., None]) -> Callable[..., None]:
     def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
         listed, split = list_parameters(parameters, "clip_grad_value_"), _split_parameters()
         if any(id(parameter) in split for parameter in listed):
-            from nbdist.parallel.tensors import local_parts
+            from nbdist.parallel.base.tensors import local_parts
 
             listed = local_parts(listed)
         original(listed, *args, **kwargs)

@@ -74,7 +74,7 @@ def _refused() -> dict[int, str]:
 
 def _prepared() -> Iterable[Any]:
     # Not imported for this: accelerate comes with it.
-    registry = sys.modules.get("nbdist.parallel.registry")
+    registry = sys.modules.get("nbdist.parallel.live.registry")
     return () if registry is None else registry.prepared()
 
 

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import OptionError
-from nbdist.parallel.cp import attention, mixing, split_sequence
-from nbdist.parallel.cp.kept import find_holders, find_kept, keep_attributes
-from nbdist.parallel.mesh import ParallelMesh
-from nbdist.parallel.training_state import keep_modes, keep_values, put_back_after, same_random
+from nbdist.parallel.base.mesh import ParallelMesh
+from nbdist.parallel.base.training_state import keep_modes, keep_values, put_back_after, same_random
+from nbdist.parallel.cp import attention, mixing
+from nbdist.parallel.sequence import split_sequence
+from nbdist.parallel.sequence.kept import find_holders, find_kept, keep_attributes
 
 # Positions of a trial on each rank; doubled while every label in it is ignored.
 _POSITIONS = 8

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel import recomputation
-from nbdist.parallel.cp import attention, check, split_sequence
+from nbdist.parallel.base import recomputation
+from nbdist.parallel.base.mesh import ParallelMesh
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.cp import attention, check
 from nbdist.parallel.cp.kept_watch import KeptWatch
 from nbdist.parallel.cp.ulysses import check_heads
 from nbdist.parallel.dp.ddp import forget_step
-from nbdist.parallel.mesh import ParallelMesh
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.sequence import split_sequence
 
 # What models call the number of their heads; torch's own, transformers', and usual ones.
 _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead")

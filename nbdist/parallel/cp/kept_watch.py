@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.cp.kept import Holder, find_holders, find_kept
+from nbdist.parallel.sequence.kept import NameTable, find_holders, find_kept
 
 _HELP = (
     "Under cp it may be a mean of what each position has for itself, and nothing else. Or use a "
@@ -36,7 +36,7 @@ class KeptWatch:
     _warned: set[str] = field(default_factory=set)
 
     @functools.cached_property
-    def _holders(self) -> list[Holder]:
+    def _holders(self) -> list[NameTable]:
         return find_holders(self.base)
 
     def watch(self) -> None:

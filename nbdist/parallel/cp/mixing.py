@@ -12,8 +12,9 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from nbdist.parallel.cp import attention, split_sequence
+from nbdist.parallel.cp import attention
 from nbdist.parallel.cp.kernels import Problem
+from nbdist.parallel.sequence import split_sequence
 
 
 def find_mixing(base: torch.nn.Module, call: inspect.BoundArguments, cut: int) -> str:

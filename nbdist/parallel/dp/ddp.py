@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.parallel import live_models
-from nbdist.parallel.transform import ModelBuild, Transform
+from nbdist.parallel.base.transform import ModelBuild, Transform
+from nbdist.parallel.live import live_models
 
 # PowerSGD with less than two exact steps first has nothing to start its error feedback from.
 # torch's default, step 1000, is never reached in a notebook. Source: torch's PowerSGDState.

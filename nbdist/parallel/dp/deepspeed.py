@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import OptionError
-from nbdist.parallel.mesh import ParallelMesh
-from nbdist.parallel.precision import DTYPES, to_fp32
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.base.mesh import ParallelMesh
+from nbdist.parallel.base.precision import DTYPES, to_fp32
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Options, Strategy
 
 _INSTALL = (

@@ -28,11 +28,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import candidates, find_blocks
-from nbdist.parallel.cp.split_sequence import map_tensors, tensors
-from nbdist.parallel.precision import DTYPES
-from nbdist.parallel.prepared import find_prepared
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.base.blocks import candidates, find_blocks
+from nbdist.parallel.base.precision import DTYPES
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.live.prepared import find_prepared
+from nbdist.parallel.sequence.split_sequence import map_tensors, tensors
 from nbdist.strategy.choice import Degrees, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from nbdist.errors import OptionError
+from nbdist.parallel.base.precision import DTYPES
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform
 from nbdist.parallel.dp.fsdp import cast_norm_inputs, check_parameters, units_of
-from nbdist.parallel.precision import DTYPES
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 
 _STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,

@@ -10,8 +10,7 @@ ZeroRedundancyOptimizer makes another optimizer, so schedulers and closures woul
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,27 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nbdist.parallel.transform import Transform
-from nbdist.strategy.tensor_layout import TensorLayout
+from nbdist.parallel.base.transform import Transform
 
 # Parameters travel in pieces of about this size.
 _BUCKET_BYTES = 64 << 20
-
-
-def owners(
-    layouts: Mapping[str, TensorLayout], world_size: int, frozen: Collection[str] = ()
-) -> dict[str, int]:
-    """Parameter -> the rank that keeps its state: the largest first, to whom has least so far.
-
-    Those that are frozen, and have none, come last. Alike on all ranks.
-    """
-    loads = [0] * world_size
-    owner_of = {}
-    sizes = {name: math.prod(layout.shape) for name, layout in layouts.items()}
-    for name in sorted(sizes, key=lambda each: (each in frozen, -sizes[each], each)):
-        owner_of[name] = loads.index(min(loads))
-        loads[owner_of[name]] += sizes[name]
-    return owner_of
 
 
 @dataclass(slots=True)

@@ -15,11 +15,11 @@ import torch
 from torch.distributed.tensor import Shard
 
 from nbdist.errors import OptionError
-from nbdist.parallel.accelerator.foreach_by_mesh import step_by_mesh
+from nbdist.parallel.base.foreach_by_mesh import step_by_mesh
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform
 from nbdist.parallel.ep.dispatch import ExpertGroup, dispatch
 from nbdist.parallel.ep.experts import LayerExperts, find_experts
 from nbdist.parallel.tp.attention import split_parameter
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.degrees import divisors
 from nbdist.strategy.options import listed

@@ -11,7 +11,7 @@ import torch
 from nbdist.core.rank import this_rank
 
 if TYPE_CHECKING:
-    from nbdist.parallel.prepared import Prepared
+    from nbdist.parallel.live.prepared import Prepared
 
 # Experts of a layer -> tokens of each that is here.
 _by_layer: weakref.WeakKeyDictionary[torch.nn.Module, list[int]] = weakref.WeakKeyDictionary()
@@ -45,7 +45,7 @@ def of_models() -> Iterator[tuple[Prepared, dict[str, Any]]]:
     `layers`: tokens of each expert that is here, by the name of a layer's experts; `share`: which
     of the equal parts of all experts is here. This rank alone.
     """
-    from nbdist.parallel import registry  # late: a model that has experts here has loaded it
+    from nbdist.parallel.live import registry  # late: a model that has experts here has loaded it
 
     for model in registry.prepared():
         modules = model.base.named_modules()

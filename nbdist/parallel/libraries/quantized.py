@@ -14,8 +14,8 @@ import torch
 
 from nbdist.core.versions import release
 from nbdist.errors import OptionError
-from nbdist.parallel.tensors import digest
-from nbdist.parallel.transform import ModelBuild
+from nbdist.parallel.base.tensors import digest
+from nbdist.parallel.base.transform import ModelBuild
 
 _STATE = "quant_state"
 # Of 8-bit weights, whose constants are in the layer and are made in its first forward.

@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError
-from nbdist.parallel import build, registry
-from nbdist.parallel.consensus import all_gather_object, one_line
+from nbdist.parallel.base.consensus import all_gather_object, one_line
+from nbdist.parallel.base.tensors import local_as, local_of
+from nbdist.parallel.base.training_state import same_random
+from nbdist.parallel.live import build, registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.optimizers import rules
-from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-from nbdist.parallel.tensors import local_as, local_of
-from nbdist.parallel.training_state import same_random
 from nbdist.strategy.choice import Strategy, label
 from nbdist.strategy.tensor_layout import local_shape
 

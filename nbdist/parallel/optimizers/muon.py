@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbdist.parallel import consensus, registry
-from nbdist.parallel.dp import zero1
+from nbdist.parallel.base import consensus
+from nbdist.parallel.base.tensors import like, local_as, local_of
+from nbdist.parallel.live import registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.optimizers.first_step import step_unseen
-from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-from nbdist.parallel.tensors import like, local_as, local_of
-from nbdist.strategy.tensor_layout import TensorLayout
+from nbdist.strategy.tensor_layout import TensorLayout, owners
 
 # What the step below knows. A Muon with other options steps as torch does.
 _OPTIONS = frozenset(
@@ -155,7 +155,7 @@ def _batches(matrices: Mapping[str, _Matrix]) -> Iterator[dict[str, _Matrix]]:
 
 def _step(optimizer: Optimizer, matrices: Mapping[str, _Matrix]) -> None:
     """Step these matrices. Collective: every rank."""
-    owner_of = zero1.owners({key: m.layout for key, m in matrices.items()}, consensus.world_size())
+    owner_of = owners({key: m.layout for key, m in matrices.items()}, consensus.world_size())
     sides = {
         key: (m.dtype, m.model.side(m.name), m.model.whole(m.name, frozenset({owner_of[key]})))
         for key, m in matrices.items()

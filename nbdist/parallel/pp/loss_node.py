@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nbdist.parallel.tensors import like, local_of
+from nbdist.parallel.base.tensors import like, local_of
 
 
 class LossNode(torch.autograd.Function):

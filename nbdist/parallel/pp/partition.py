@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import BlockList, find_blocks
-from nbdist.parallel.build import names_of, tensors_of
+from nbdist.parallel.base.blocks import BlockList, find_blocks
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.live.build import names_of, tensors_of
 from nbdist.parallel.pp.pipeline import Pipeline
 from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.validate import check_pipeline, stages_per_rank
 
 _KEPT = "pp"

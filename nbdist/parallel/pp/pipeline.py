@@ -24,16 +24,16 @@ from torch.distributed.pipelining import (
 )
 
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel.cp.kept import user_hooks
+from nbdist.parallel.base.absent import refuse_state_dict
+from nbdist.parallel.base.transform import ModelBuild
 from nbdist.parallel.libraries import router_logits
-from nbdist.parallel.pp.absent import refuse_state_dict
 from nbdist.parallel.pp.loss_node import LossNode
 from nbdist.parallel.pp.outer_loss import OuterLossStep
 from nbdist.parallel.pp.pytree import FlatValue, batch_size, pack, split_batch, unpack
 from nbdist.parallel.pp.shape_inference import Findings, Route, evaluate, failure_of, infer
 from nbdist.parallel.pp.stage import StageModule, Stages, StageStep
 from nbdist.parallel.pp.tied_gradients import GradientShare, all_reduce_tied
-from nbdist.parallel.transform import ModelBuild
+from nbdist.parallel.sequence.kept import user_hooks
 from nbdist.strategy.validate import LOOPED
 
 # How many shapes of batches are remembered.

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch.autograd.graph import Node, get_gradient_edge
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.cp.kept import keep_attributes
+from nbdist.parallel.base.tensors import digest
 from nbdist.parallel.dp.fsdp import settle
 from nbdist.parallel.pp import side_values
 from nbdist.parallel.pp.outputs import find_loss, has_nan, only_loss, without_cache
 from nbdist.parallel.pp.p2p_tensors import StageBoundary
 from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
 from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
-from nbdist.parallel.same_inputs import different_inputs
-from nbdist.parallel.tensors import digest
+from nbdist.parallel.sequence.kept import keep_attributes
+from nbdist.parallel.sequence.same_inputs import different_inputs
 
 
 @dataclass(frozen=True, slots=True)

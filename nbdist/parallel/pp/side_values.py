@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.cp.kept import entries, find_holders
-from nbdist.parallel.cp.split_sequence import map_tensors, tensors
 from nbdist.parallel.pp.stage import StageModule
+from nbdist.parallel.sequence.kept import entries, find_holders
+from nbdist.parallel.sequence.split_sequence import map_tensors, tensors
 
 # Name -> what is kept under it.
 SideValues = Mapping[str, Any]

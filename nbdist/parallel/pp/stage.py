@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.blocks import BlockList
+from nbdist.parallel.base.blocks import BlockList
+from nbdist.parallel.base.tensors import like, local_of
 from nbdist.parallel.pp.outputs import has_nan, loss_of, without_cache
 from nbdist.parallel.pp.p2p_tensors import (
     StageBoundary,
@@ -30,7 +31,6 @@ from nbdist.parallel.pp.p2p_tensors import (
     unpack_activations,
 )
 from nbdist.parallel.pp.pytree import FlatValue, pack, unpack
-from nbdist.parallel.tensors import like, local_of
 
 _NAN = float("nan")
 # The model's attribute with the names of what every stage is to hold; `partition` reads it.

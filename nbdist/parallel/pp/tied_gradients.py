@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nbdist.parallel.tensors import like, local_of
+from nbdist.parallel.base.tensors import like, local_of
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError
-from nbdist.parallel import live_models, registry
-from nbdist.parallel.consensus import all_or_none, rank
-from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.base.consensus import all_or_none, rank
+from nbdist.parallel.live import live_models, registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.reshard.optimizer_state import (
     LocalState,
     MergedState,

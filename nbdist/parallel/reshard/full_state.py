@@ -12,10 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError
-from nbdist.parallel import build, consensus
-from nbdist.parallel.dp import fsdp, fsdp1_state
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.registry import device, names_in, state_side
+from nbdist.parallel.base import consensus
+from nbdist.parallel.base.tensors import local_of
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.live import build, fsdp1_state
+from nbdist.parallel.live.prepared import Prepared
+from nbdist.parallel.live.registry import device, names_in, state_side
 from nbdist.parallel.reshard.optimizer_state import (
     MergedState,
     merge_across_ranks,
@@ -24,7 +26,6 @@ from nbdist.parallel.reshard.optimizer_state import (
     write,
 )
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-from nbdist.parallel.tensors import local_of
 from nbdist.strategy.tensor_layout import Placement
 
 _MAX_NAMED = 3

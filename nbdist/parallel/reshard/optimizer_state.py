@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel import consensus
-from nbdist.parallel.consensus import all_gather_object
-from nbdist.parallel.options import step_device
+from nbdist.parallel.base import consensus
+from nbdist.parallel.base.consensus import all_gather_object
+from nbdist.parallel.base.options import step_device
+from nbdist.parallel.base.tensors import in_order, like, local_as, order_of
 from nbdist.parallel.reshard.redistribute import Reshard
-from nbdist.parallel.tensors import in_order, like, local_as, order_of
 from nbdist.strategy.tensor_layout import Placement, is_same, local_runs, missing_on_ranks
 
 # (Parameter's name, key in the optimizer's state of it.)

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.parallel import build
-from nbdist.parallel.consensus import all_gather_object
-from nbdist.parallel.dp import fsdp1_state
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.tensors import digest
+from nbdist.parallel.base.consensus import all_gather_object
+from nbdist.parallel.base.tensors import digest
+from nbdist.parallel.live import build, fsdp1_state
+from nbdist.parallel.live.prepared import Prepared
 
 # Clauses that say whose values are taken.
 RANK_0 = "rank 0's are written"

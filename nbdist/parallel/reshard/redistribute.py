@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nbdist.core import madvise
 from nbdist.core.progress import BYTES
-from nbdist.parallel import consensus
+from nbdist.parallel.base import consensus
 from nbdist.rpc.rank import progress
 from nbdist.strategy.tensor_layout import (
     Cuts,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError
-from nbdist.parallel import live_models
+from nbdist.parallel.live import live_models
 
 
 @dataclass(frozen=True, slots=True)

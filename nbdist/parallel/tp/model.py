@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import candidates
+from nbdist.parallel.base.blocks import candidates
 from nbdist.parallel.libraries.peft_layers import base_layer, is_adapted
 from nbdist.strategy.tp_names import HEAD_COUNTS, HEAD_SIZES, KV_COUNTS, WIDTHS
 from nbdist.strategy.tp_plan import Layer, Plan

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.mesh import ParallelMesh
+from nbdist.parallel.base.mesh import ParallelMesh
 
 _DROPOUTS = torch.nn.modules.dropout._DropoutNd  # noqa: SLF001  # what all dropouts derive from
 _SEEDS = 1 << 62

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import BlockList, candidates, find_blocks
+from nbdist.parallel.base.blocks import BlockList, candidates, find_blocks
+from nbdist.parallel.base.transform import Layouts, ModelBuild
 from nbdist.parallel.tp.model import is_attention
-from nbdist.parallel.transform import Layouts, ModelBuild
 from nbdist.strategy.tp_plan import Layers, Plan, attentions
 
 _WITHOUT = "Leave --sequence-parallel out."

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from nbdist.errors import OptionError
-from nbdist.parallel.accelerator.foreach_by_mesh import step_by_mesh
+from nbdist.parallel.base.foreach_by_mesh import step_by_mesh
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform
 from nbdist.parallel.libraries.peft_layers import PREFIX, base_layer, inner_model
 from nbdist.parallel.tp.attention import TpContext, check_attention, close_fast_paths
 from nbdist.parallel.tp.attention_check import AttentionFit, fit, is_tryable
@@ -29,7 +30,6 @@ from nbdist.parallel.tp.model import divide_attributes, layers_of
 from nbdist.parallel.tp.rng import Streams
 from nbdist.parallel.tp.sequence_parallel import Sequence, plan_sequence
 from nbdist.parallel.tp.styles import norm_style, split_dims, split_layout, torch_style
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.tp_plan import (
     Attention,
     Layers,

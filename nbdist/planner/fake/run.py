@@ -13,11 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nbdist.errors import OptionError
-from nbdist.parallel import build
-from nbdist.parallel.build import Built
-from nbdist.parallel.dp import fsdp, zero1
-from nbdist.parallel.mesh import build_mesh
-from nbdist.parallel.transform import ModelBuild
+from nbdist.parallel.base.mesh import build_mesh
+from nbdist.parallel.base.transform import ModelBuild
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.live import build
+from nbdist.parallel.live.build import Built
 from nbdist.planner.fake import models
 from nbdist.planner.fake.models import MetaModel
 from nbdist.planner.fake.optimizers import stepped_bytes
@@ -28,7 +28,7 @@ from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets
 from nbdist.planner.workload import Workload
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, steps_of
-from nbdist.strategy.tensor_layout import local_shape
+from nbdist.strategy.tensor_layout import local_shape, owners
 
 # What a rank holds of each parameter and buffer; None for nothing.
 Shapes = dict[str, tuple[int, ...] | None]
@@ -135,7 +135,7 @@ def _states(built: Built, subject: MetaModel, load: Workload) -> Memory:
 def _share(built: Built, rank: int) -> _Share:
     degrees, tensors = built.job.grid.degrees, build.tensors_of(built.job.base)
     owner_of = (
-        zero1.owners(
+        owners(
             {name: built.layouts[name] for name in built.parameter_names},
             built.job.choice.world_size,
         )

@@ -10,11 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.errors import OptionError
-from nbdist.parallel import registry
-from nbdist.parallel.dp import fsdp
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.tensors import local_of
-from nbdist.parallel.training_state import (
+from nbdist.parallel.base.tensors import local_of
+from nbdist.parallel.base.training_state import (
     generators,
     keep_gradients,
     keep_modes,
@@ -22,6 +19,9 @@ from nbdist.parallel.training_state import (
     keep_values,
     put_back_after,
 )
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.live import registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.planner.check import MeasuredMemory
 from nbdist.planner.fake.models import is_language_model
 from nbdist.planner.rank import describe_model

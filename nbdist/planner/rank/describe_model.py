@@ -16,9 +16,9 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.errors import OptionError
-from nbdist.parallel import build, registry
-from nbdist.parallel.blocks import candidates, find_blocks
+from nbdist.parallel.base.blocks import candidates, find_blocks
 from nbdist.parallel.ep.experts import find_experts
+from nbdist.parallel.live import build, registry
 from nbdist.planner.fake import pickle_by_value
 from nbdist.planner.fake.models import PickledModel, is_language_model
 from nbdist.planner.fake_protocol import Source

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from nbdist.parallel.accelerator.loader_state import last_batch
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.registry import prepared
+from nbdist.parallel.live.prepared import Prepared
+from nbdist.parallel.live.registry import prepared
 from nbdist.planner.live_model import LiveModel
 from nbdist.planner.rank import describe_model, model_sizes
 

@@ -6,8 +6,8 @@ import gc
 import math
 import weakref
 
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.registry import prepared
+from nbdist.parallel.live.prepared import Prepared
+from nbdist.parallel.live.registry import prepared
 from nbdist.parallel.reshard.rebind import names_for
 
 # Models that no variable holds, and that live all the same: an object of the user's has them.

@@ -16,11 +16,11 @@ from nbdist.core.rank import this_rank
 from nbdist.core.units import size
 from nbdist.errors import OptionError
 from nbdist.lints.rank import watch
-from nbdist.parallel import precision
 from nbdist.parallel.accelerator.loader_state import last_batch
-from nbdist.parallel.live_models import names
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.registry import prepared
+from nbdist.parallel.base import precision
+from nbdist.parallel.live.live_models import names
+from nbdist.parallel.live.prepared import Prepared
+from nbdist.parallel.live.registry import prepared
 from nbdist.planner.advice import smallest_change
 from nbdist.planner.devices import Device
 from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from nbdist.errors import NbdistError
-from nbdist.parallel import build, module_patches, prepare, registry
-from nbdist.parallel.build import Built
-from nbdist.parallel.consensus import CommitVote, one_line, raise_failures
-from nbdist.parallel.prepared import Prepared, retire
+from nbdist.parallel.accelerator import prepare
+from nbdist.parallel.base import module_patches
+from nbdist.parallel.base.consensus import CommitVote, one_line, raise_failures
+from nbdist.parallel.live import build, registry
+from nbdist.parallel.live.build import Built
+from nbdist.parallel.live.prepared import Prepared, retire
 from nbdist.parallel.reshard.common import OptimizerHandle
 from nbdist.parallel.reshard.optimizer_state import write
 from nbdist.parallel.reshard.rebind import RebindReport, Replacement, has_hooks, names_for, rebind

@@ -17,9 +17,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.parallel import registry
-from nbdist.parallel.live_models import live, live_optimizers
-from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.live import registry
+from nbdist.parallel.live.live_models import live, live_optimizers
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.reshard.rebind import holders
 from nbdist.switch.rank.commit import display_name
 

@@ -20,8 +20,8 @@ from dataclasses import replace
 import torch
 
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel import build, live_models, precision, registry
-from nbdist.parallel.consensus import (
+from nbdist.parallel.base import precision
+from nbdist.parallel.base.consensus import (
     CommitVote,
     all_or_none,
     interrupts_held,
@@ -29,16 +29,17 @@ from nbdist.parallel.consensus import (
     rank,
     world_size,
 )
+from nbdist.parallel.base.mesh import ParallelMesh
+from nbdist.parallel.base.training_state import same_random
+from nbdist.parallel.base.transform import ModelBuild
 from nbdist.parallel.dp import fsdp
-from nbdist.parallel.mesh import ParallelMesh
+from nbdist.parallel.live import build, live_models, registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.optimizers import rules
-from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, local_state
 from nbdist.parallel.reshard.optimizer_state import plan
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-from nbdist.parallel.training_state import same_random
-from nbdist.parallel.transform import ModelBuild
 from nbdist.rpc.rank import progress
 from nbdist.strategy.choice import Strategy, label, rows_of
 from nbdist.strategy.tensor_layout import transfers

@@ -15,13 +15,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import SourceLine
-from nbdist.parallel.build import own_name
+from nbdist.parallel.base.tensors import local_as, local_of
 from nbdist.parallel.cp.cp import ContextParallel
-from nbdist.parallel.cp.split_sequence import map_tensors, tensors
-from nbdist.parallel.dp import fsdp1_state
+from nbdist.parallel.live import fsdp1_state
+from nbdist.parallel.live.build import own_name
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.pp.stage import Stages
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.tensors import local_as, local_of
+from nbdist.parallel.sequence.split_sequence import map_tensors, tensors
 from nbdist.rpc.rank import namespace
 from nbdist.verification.differences import (
     INPUT,

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from nbdist.parallel import build
-from nbdist.parallel.consensus import all_gather_object, rank
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.tensors import digest
+from nbdist.parallel.base.consensus import all_gather_object, rank
+from nbdist.parallel.base.tensors import digest
+from nbdist.parallel.live import build
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.verification.differences import (
     BACKWARD,
     FORWARD,
@@ -39,7 +39,7 @@ _UNKNOWN = "it is unknown on this stage"
 
 
 @dataclass(slots=True)
-class Run:
+class StepRun:
     """One step of one model: what its modules computed, and the parameters before and after.
 
     Attributes:
@@ -59,7 +59,7 @@ class Run:
         return sum(t.nbytes for t in (*tensors, *(t for table in tables for t in table.values())))
 
 
-def compute_as_rank_0(run: Run) -> None:
+def compute_as_rank_0(run: StepRun) -> None:
     """Put rank 0's values in place of others that this rank's process has computed. Collective.
 
     Every rank. The reference is one process: code that asks for its rank gets one answer there.
@@ -93,9 +93,9 @@ class Sides:
     """
 
     model: Prepared
-    here: Run
-    reference: Run
-    moved: Run
+    here: StepRun
+    reference: StepRun
+    moved: StepRun
     share: RankShare
     weight: float
     prefix: str = ""
@@ -382,7 +382,7 @@ def furthest(sides: Sides) -> float:
     return max(shares, default=0.0)
 
 
-def varying(runs: Sequence[Run], again: Sequence[Run], limit: float) -> str | None:
+def varying(runs: Sequence[StepRun], again: Sequence[StepRun], limit: float) -> str | None:
     """The first module that is not the same in two runs of the reference; None where all are.
 
     `limit` is the share of its size by which a tensor may differ.

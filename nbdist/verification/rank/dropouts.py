@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from nbdist.parallel.tensors import digest, local_of
+from nbdist.parallel.base.tensors import digest, local_of
 from nbdist.verification.draws import Draw
 
 # Those of torch.nn.functional, which torch's modules and models call by these names.

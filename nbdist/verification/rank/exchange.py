@@ -10,7 +10,7 @@ import torch
 
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError
-from nbdist.parallel.consensus import all_gather_object, one_line
+from nbdist.parallel.base.consensus import all_gather_object, one_line
 
 T = TypeVar("T")
 # What the CPU's allocator says; torch has an exception of its own for devices only.

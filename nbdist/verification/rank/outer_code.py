@@ -16,8 +16,8 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode
 
 from nbdist.hang.rank.source_line import UserFrameFinder
-from nbdist.parallel.cp.split_sequence import tensors
-from nbdist.parallel.tensors import local_of
+from nbdist.parallel.base.tensors import local_of
+from nbdist.parallel.sequence.split_sequence import tensors
 from nbdist.rpc.rank import namespace
 from nbdist.verification.losses import LossTerm, OuterCall
 from nbdist.verification.rank.loss_terms import terms_of

@@ -13,13 +13,13 @@ import torch
 
 from nbdist.core.units import size
 from nbdist.errors import OptionError
-from nbdist.parallel import registry
-from nbdist.parallel.consensus import all_gather_object, rank
+from nbdist.parallel.base.consensus import all_gather_object, rank
+from nbdist.parallel.base.tensors import digest, local_of
 from nbdist.parallel.dp import fsdp
-from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.live import registry
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.reshard.full_state import local_state
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-from nbdist.parallel.tensors import digest, local_of
 from nbdist.planner.rank import shortage
 from nbdist.rpc.rank import progress
 from nbdist.strategy.choice import Degrees, Options, Strategy

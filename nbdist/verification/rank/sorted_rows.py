@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nbdist.parallel.consensus import all_gather_object
+from nbdist.parallel.base.consensus import all_gather_object
 from nbdist.verification.differences import TensorKey
 
 # A row is taken for another one that differs by no more than this share of a row's size.

@@ -28,15 +28,15 @@ from nbdist.comparison import rank as saved_state
 from nbdist.core.finding import Finding
 from nbdist.errors import OptionError
 from nbdist.hang.rank import reset_models
-from nbdist.parallel import build, registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
-from nbdist.parallel.consensus import all_gather_object, rank
-from nbdist.parallel.cp.split_sequence import tensors
-from nbdist.parallel.dp import fsdp, fsdp1_state
-from nbdist.parallel.live_models import find
-from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.base.consensus import all_gather_object, rank
+from nbdist.parallel.base.tensors import digest, like, local_of
+from nbdist.parallel.dp import fsdp
+from nbdist.parallel.live import build, fsdp1_state, registry
+from nbdist.parallel.live.live_models import find
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.reshard.full_state import local_state
-from nbdist.parallel.tensors import digest, like, local_of
+from nbdist.parallel.sequence.split_sequence import tensors
 from nbdist.planner.fake.run import loss_of
 from nbdist.planner.rank import check_step, describe_model
 from nbdist.rpc.rank import namespace, progress
@@ -66,7 +66,7 @@ from nbdist.verification.losses import (
 from nbdist.verification.optimizers import StateApart
 from nbdist.verification.rank import compare, references
 from nbdist.verification.rank.capture import ROOT, Capture, gradients_of
-from nbdist.verification.rank.compare import Run, Sides
+from nbdist.verification.rank.compare import Sides, StepRun
 from nbdist.verification.rank.dropouts import dropped_out
 from nbdist.verification.rank.exchange import Exchange, ReferenceMemoryError, is_memory_error
 from nbdist.verification.rank.outer_code import OuterCode
@@ -76,8 +76,8 @@ from nbdist.verification.verdict import (
     FSDP,
     SINGLE,
     AxisEvidence,
-    Facts,
-    Place,
+    ModuleLine,
+    StepFacts,
     StepRequest,
     Verification,
     conclude,
@@ -103,7 +103,7 @@ class _Pass:
         terms, calls: Of the code around the models, in the reference.
     """
 
-    runs: list[Run]
+    runs: list[StepRun]
     draws: list[Draw]
     elapsed_s: float = 0.0
     samples: tuple[Samples, ...] = ()
@@ -235,14 +235,14 @@ class _Verifier:
 
     def _facts(
         self, sides: list[Sides], first: Row | None, passes: tuple[_Pass, _Pass, _Pass]
-    ) -> Facts:
+    ) -> StepFacts:
         """What the kind of a difference is concluded from. Collective: every rank."""
         here, reference, moved = passes
         evidence: list[tuple[AxisEvidence, ...]] = []
         if first is not None:
             evidence = all_gather_object(compare.evidence(*_side_of(sides, first.key)))
         are_apart = _are_apart(here, reference) or (here.digests and _are_apart(reference, moved))
-        return Facts(
+        return StepFacts(
             evidence=tuple(evidence),
             apart=tuple(
                 all_gather_object(tuple(n for side in sides for n in compare.apart_before(side)))
@@ -349,10 +349,10 @@ class _Verifier:
 
     def _runs(
         self, captures: list[Capture], befores: list[dict[str, torch.Tensor]], *, is_reference: bool
-    ) -> list[Run]:
+    ) -> list[StepRun]:
         """What was captured; of a reference whole tensors, and rank 0's. Collective: every rank."""
         runs = [
-            Run(capture.captured, before, _values(model))
+            StepRun(capture.captured, before, _values(model))
             for model, capture, before in zip(self._models, captures, befores, strict=True)
         ]
         for model, run in zip(self._models, runs if is_reference else (), strict=is_reference):
@@ -541,7 +541,7 @@ def _are_apart(here: _Pass, reference: _Pass) -> bool:
     return is_same_number and here.digests != reference.digests
 
 
-def _root_weight_of(run: Run) -> float:
+def _root_weight_of(run: StepRun) -> float:
     """The gradient that the loss got, where the model returns a loss: 0 where it does not."""
     keys = [k for k in run.captured.values if k.what == OUTPUT_GRADIENT and k.name == ROOT]
     values = [run.captured.values[k][0] for k in keys]
@@ -549,13 +549,13 @@ def _root_weight_of(run: Run) -> float:
     return scalars[0] if scalars else 0.0
 
 
-def _place(sides: list[Sides], first: Row | None, varying: str | None) -> Place:
+def _place(sides: list[Sides], first: Row | None, varying: str | None) -> ModuleLine:
     """Where in the user's source the difference begins."""
     if varying is not None:  # with it all tolerances are as random
         captured = sides[0].reference.captured
-        return Place(varying, captured.written.get(varying) or captured.lines.get(varying))
+        return ModuleLine(varying, captured.written.get(varying) or captured.lines.get(varying))
     if first is None:
-        return Place()
+        return ModuleLine()
     side, key = _side_of(sides, first.key)
     captured = side.reference.captured
     name = key.name
@@ -563,6 +563,6 @@ def _place(sides: list[Sides], first: Row | None, varying: str | None) -> Place:
         name = name.rpartition(".")[0]
     if key.what in (INPUT, OUTPUT_GRADIENT) and name in captured.callers:
         # All that it took part in before is right: the code around it is what differs.
-        return Place(captured.callers[name], captured.lines.get(name))
+        return ModuleLine(captured.callers[name], captured.lines.get(name))
     line = captured.written.get(name) or captured.lines.get(name)
-    return Place(name, line)
+    return ModuleLine(name, line)

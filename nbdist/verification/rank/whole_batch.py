@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.cp.split_sequence import map_tensors, tensors
-from nbdist.parallel.tensors import digest
+from nbdist.parallel.base.tensors import digest
+from nbdist.parallel.sequence.split_sequence import map_tensors, tensors
 from nbdist.verification.rank.capture import Capture
 from nbdist.verification.rank.exchange import Exchange
 

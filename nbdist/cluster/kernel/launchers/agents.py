@@ -23,10 +23,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.cluster import agent
-from nbdist.cluster.agent import GONE
+from nbdist.cluster.agent import agent, guardian
+from nbdist.cluster.agent.agent import GONE
 from nbdist.cluster.hosts import HostFacts
-from nbdist.cluster.kernel import guardian
 from nbdist.core.typed_json import Misfit, Value
 from nbdist.errors import NbdistError
 
@@ -161,7 +160,7 @@ class HostAgent:
             raise AgentLost(reason) from None
 
     def ask(self, do: str, **arguments: Any) -> Future[Any]:
-        """The agent's answer to a command; see nbdist.cluster.agent for the commands."""
+        """The agent's answer to a command; see nbdist.cluster.agent.agent for the commands."""
         future: Future[Any] = Future()
         with self._lock:
             if self.lost:

@@ -16,8 +16,8 @@ from nbdist.cluster.kernel.launchers import slurm_job
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher, remote_command
 from nbdist.cluster.kernel.launchers.agents import RankExit
 from nbdist.cluster.kernel.launchers.slurm_job import Allocation, JobWatch
-from nbdist.cluster.kernel.registration import Progress
 from nbdist.cluster.slurm import DEFAULTS, SlurmOptions
+from nbdist.core.progress import Reporter
 from nbdist.errors import StartError
 
 # How long ranks that have lost their host wait for another one. The job stays in the queue: the
@@ -183,7 +183,7 @@ def configure(
     world_size: int | None,
     name: str,
     promise: Callable[[Sequence[str]], object],
-    progress: Progress,
+    progress: Reporter,
 ) -> None:
     """Find the job that ranks start in, submitting one where needed, and tell the launcher.
 

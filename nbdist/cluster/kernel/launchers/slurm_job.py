@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nbdist.cluster import slurm
-from nbdist.cluster.kernel.registration import Progress
 from nbdist.cluster.slurm import HostShare, Job, Partition, SlurmOptions
+from nbdist.core.progress import Reporter
 from nbdist.errors import OptionError, StartError
 from nbdist.rpc.kernel import sigint
 
@@ -34,7 +34,7 @@ WHERE_SLURM_IS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS",
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SlurmAnswer:
     """What one of Slurm's programs came to."""
 
     code: int
@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
     } | {"LC_ALL": "C"}
 
 
-def ask(*words: str, deadline_s: float = ASK_DEADLINE_S) -> Answer:
+def ask(*words: str, deadline_s: float = ASK_DEADLINE_S) -> SlurmAnswer:
     """Run one of Slurm's programs.
 
     Raises:
@@ -78,7 +78,7 @@ def ask(*words: str, deadline_s: float = ASK_DEADLINE_S) -> Answer:
         ) from error
     except subprocess.TimeoutExpired as error:
         raise StartError(f"Slurm did not answer in {deadline_s:.0f} s ({words[0]}).") from error
-    return Answer(done.returncode, done.stdout, done.stderr)
+    return SlurmAnswer(done.returncode, done.stdout, done.stderr)
 
 
 def cancelling(name: str) -> list[str]:
@@ -142,7 +142,7 @@ class StillPending(StartError):
     """A job did not start in time, and waits on; the message says for what."""
 
 
-def wait(number: int, options: SlurmOptions, progress: Progress, limit_s: float = math.inf) -> Job:
+def wait(number: int, options: SlurmOptions, progress: Reporter, limit_s: float = math.inf) -> Job:
     """Return the job once it has its hosts; however long the queue is, `progress` tells of it.
 
     Raises:
@@ -166,7 +166,7 @@ def wait(number: int, options: SlurmOptions, progress: Progress, limit_s: float 
     return job
 
 
-def _look_patiently(number: int, progress: Progress) -> Job:
+def _look_patiently(number: int, progress: Reporter) -> Job:
     """The job, also where Slurm's controller does not answer for a while."""
     end_s = time.monotonic() + SILENCE_S
     while True:
@@ -255,7 +255,7 @@ def allocate(
     world_size: int,
     name: str,
     promise: Callable[[Sequence[str]], object],
-    progress: Progress,
+    progress: Reporter,
 ) -> Allocation:
     """A new job of this name with hosts for so many ranks.
 

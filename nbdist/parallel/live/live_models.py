@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nbdist.errors import NbdistError
-from nbdist.parallel import registry
-from nbdist.parallel.prepared import is_retired
+from nbdist.parallel.live import registry
+from nbdist.parallel.live.prepared import is_retired
 from nbdist.rpc.rank import namespace
 from nbdist.rpc.wire import CELL_FOR_ALL
 

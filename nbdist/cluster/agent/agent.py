@@ -54,7 +54,7 @@ PR_SET_PDEATHSIG = 1
 SOCKET = "agent.sock"
 GONE = "its agent has ended, and its ranks with it: their time was over, or the host was restarted"
 
-# The module nbdist.cluster.kernel.guardian; `serve` is handed it by whoever has sent both.
+# The module nbdist.cluster.agent.guardian; `serve` is handed it by whoever has sent both.
 guardian: Any = None
 
 
@@ -117,7 +117,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-class Link:
+class KernelLink:
     """A connection to a kernel, by lines both ways; what nobody reads is dropped."""
 
     def __init__(
@@ -190,7 +190,7 @@ class Agent:
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._link: Link | None = None  # None: no kernel is there, and another one may come
+        self._link: KernelLink | None = None  # None: no kernel is there, and another one may come
         self._keep_s = 0.0
         self._until_s = 0.0  # when the kernel, or the time without one, is given up
         self._listener: socket.socket | None = None
@@ -217,7 +217,9 @@ class Agent:
             signal.signal(name, lambda *_: None)  # not ignored: its ranks would inherit that
         # A batch system is about to kill everything here: what is left is to tidy up.
         signal.signal(signal.SIGTERM, lambda *_: self._inbox.put(("term", (None, None))))
-        self._take_link(Link(self._inbox, sys.stdin.buffer, sys.stdout.buffer, hang_up_standard))
+        self._take_link(
+            KernelLink(self._inbox, sys.stdin.buffer, sys.stdout.buffer, hang_up_standard)
+        )
         beat_s = time.monotonic()
         while self._goes_on():
             try:
@@ -232,7 +234,7 @@ class Agent:
                 self._take_exit(*content)
             elif kind == "link":
                 self._take_link(
-                    Link(
+                    KernelLink(
                         self._inbox,
                         content.makefile("rb"),
                         content.makefile("wb"),
@@ -257,14 +259,14 @@ class Agent:
         self._until_s = time.monotonic() + self._keep_s
         return True
 
-    def _take_link(self, link: Link) -> None:
+    def _take_link(self, link: KernelLink) -> None:
         """Speak with a kernel; the one before is left."""
         if self._link is not None:
             self._link.close()
         self._link, self._until_s = link, time.monotonic() + SILENCE_S
         link.say("hello", **facts())
 
-    def _hear(self, kind: str, link: Link | None, content: Any) -> None:
+    def _hear(self, kind: str, link: KernelLink | None, content: Any) -> None:
         if link is not self._link and kind != "term":
             return  # of a kernel whose place another one has taken
         if kind == "command":

@@ -1,8 +1,8 @@
 """A process that imports once what every rank needs, and becomes a rank in each of its forks.
 
-Run by its path, as engine/__main__.py: `python -P server.py DESCRIPTOR KERNEL_PID ROOM`. The kernel
-(cluster/kernel/rank_server.py) is at the other end of the descriptor. ROOM and the variable of the
-same name are spaces: what /proc shows of a fork is written over them.
+Run by its path, as engine/__main__.py: `python -P fork_server.py DESCRIPTOR KERNEL_PID ROOM`. The
+kernel (cluster/kernel/rank_server.py) is at the other end of the descriptor. ROOM and the variable
+of the same name are spaces: what /proc shows of a fork is written over them.
 
 A fork is what a started rank would be: its own environment, files, session, signals, seeds and
 thread counts. What cannot be made so refuses the fork, and the kernel starts the rank itself.
@@ -492,7 +492,7 @@ def _renew_libraries() -> None:
         torch.set_num_threads(int(os.environ.get("MKL_NUM_THREADS") or threads))
     blas = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("GOTO_NUM_THREADS") or threads
     _set_blas_threads(int(blas) if blas.isdigit() else len(os.sched_getaffinity(0)))
-    # Asked by torch itself before it touches CUDA (2.11 to 2.13); tests/engine/test_server.py.
+    # Asked by torch itself before it touches CUDA (2.11 to 2.13); tests/test_private_names.py.
     if getattr(torch.cuda, "_is_in_bad_fork", lambda: False)():
         raise RuntimeError("an import has asked CUDA for its devices")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from nbdist.parallel import events
-from nbdist.parallel.build import Built
-from nbdist.parallel.reshard.former import mark
-from nbdist.parallel.transform import Layouts
+from nbdist.parallel.base import events
+from nbdist.parallel.base.transform import Layouts
+from nbdist.parallel.live.build import Built
+from nbdist.parallel.live.former import mark
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 

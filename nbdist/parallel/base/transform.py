@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbdist.parallel.mesh import ParallelMesh
+from nbdist.parallel.base.mesh import ParallelMesh
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
 
@@ -65,10 +65,10 @@ STEPS = {
     "pp": "pp.partition:STEP",
     "tp": "tp.tp:STEP",
     "ep": "ep.ep:STEP",
-    "options": "options:STEP",
+    "options": "base.options:STEP",
     "fsdp": "dp.fsdp:STEP",
     "fsdp1": "dp.fsdp1:STEP",
-    "precision": "precision:STEP",
+    "precision": "base.precision:STEP",
     "ddp": "dp.ddp:STEP",
     "zero1": "dp.zero1:STEP",
     "cp": "cp.cp:STEP",

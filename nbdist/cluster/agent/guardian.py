@@ -35,7 +35,7 @@ COMMAND_PAUSE_S = 1.0
 HOLD_POLL_S = 0.25
 # The guardian's exit code where another kernel holds the run now.
 TAKEN = 3
-# As cluster/run_owner.py and cluster/kept.py name them.
+# As cluster/run_owner.py names them.
 OWNER, DETACHED = "owner.json", "detached.json"
 # Before ranks whose time is over are ended, what they have is saved, if that was asked for.
 SAVE_DEADLINE_S = 1800.0

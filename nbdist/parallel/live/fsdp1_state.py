@@ -19,8 +19,8 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from nbdist.errors import OptionError
-from nbdist.parallel import build
-from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.live import build
+from nbdist.parallel.live.prepared import Prepared
 from nbdist.strategy.choice import steps_of
 from nbdist.strategy.tensor_layout import TensorLayout
 

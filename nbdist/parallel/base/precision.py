@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Strategy
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from nbdist.errors import OptionError
-from nbdist.parallel import recomputation
-from nbdist.parallel.transform import ModelBuild
+from nbdist.parallel.base import recomputation
+from nbdist.parallel.base.transform import ModelBuild
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

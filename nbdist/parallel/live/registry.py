@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
-from nbdist.parallel.accelerator import guard, weak_list
-from nbdist.parallel.build import Built, tensors_of
-from nbdist.parallel.consensus import all_or_none, world_size
-from nbdist.parallel.dp import fsdp1_state, zero1
-from nbdist.parallel.mesh import ParallelMesh, build_mesh
-from nbdist.parallel.prepared import Prepared, attach, find_prepared
-from nbdist.parallel.training_state import same_random
+from nbdist.parallel.base import guard, weak_list
+from nbdist.parallel.base.consensus import all_or_none, world_size
+from nbdist.parallel.base.mesh import ParallelMesh, build_mesh
+from nbdist.parallel.base.training_state import same_random
+from nbdist.parallel.live import fsdp1_state
+from nbdist.parallel.live.build import Built, tensors_of
+from nbdist.parallel.live.prepared import Prepared, attach, find_prepared
+from nbdist.strategy import tensor_layout
 from nbdist.strategy.choice import Degrees, Strategy, steps_of
 from nbdist.strategy.choose import default_choice
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
@@ -251,7 +252,7 @@ def owner_names(built: Built) -> dict[str, int]:
         layouts = {name: built.layouts[name] for name in built.parameter_names}
         tensors = tensors_of(built.job.base)  # it may only be planned yet
         frozen = {name for name in layouts if not tensors[name].requires_grad}
-        built.job.step_data["zero1"] = zero1.owners(layouts, world_size(), frozen)
+        built.job.step_data["zero1"] = tensor_layout.owners(layouts, world_size(), frozen)
     owners: dict[str, int] = built.job.step_data["zero1"]
     return owners
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError
-from nbdist.parallel import events
-from nbdist.parallel.cp.split_sequence import tensors
-from nbdist.parallel.tensors import digest
-from nbdist.parallel.transform import ModelBuild
+from nbdist.parallel.base import events
+from nbdist.parallel.base.tensors import digest
+from nbdist.parallel.base.transform import ModelBuild
+from nbdist.parallel.sequence.split_sequence import tensors
 
 # In this order; a pipeline alone compares its ranks' batches itself, with every new shape.
 _COMPARED_AXES = ("cp", "tp", "pp")

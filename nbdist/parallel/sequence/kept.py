@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from nbdist.parallel.cp.split_sequence import tensors
-from nbdist.parallel.training_state import PutBack
+from nbdist.parallel.base.training_state import PutBack
+from nbdist.parallel.sequence.split_sequence import tensors
 
 # Attributes of every module, which are torch's.
 _TORCH = frozenset(vars(torch.nn.Module()))
@@ -29,7 +29,7 @@ _LIBRARIES = frozenset({"nbdist", "torch", "transformers", "peft", "accelerate"}
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class NameTable:
     """A table of names in which a forward may have put tensors.
 
     Attributes:
@@ -56,13 +56,13 @@ class Holder:
                 yield f"{key} ({self.by})" if self.by else name, key, value
 
 
-def find_holders(base: torch.nn.Module) -> list[Holder]:
+def find_holders(base: torch.nn.Module) -> list[NameTable]:
     """Where `find_kept` may find something: modules, their hooks, and what a forward names."""
     every = (holder for path, module in base.named_modules() for holder in _of(path, module))
     return [holder for holder in every if any(holder.items())]
 
 
-def find_kept(holders: Iterable[Holder]) -> dict[str, list[torch.Tensor]]:
+def find_kept(holders: Iterable[NameTable]) -> dict[str, list[torch.Tensor]]:
     """The tensors of numbers that are kept, also in lists and dicts, by name; each value once."""
     return {
         name: [tensor for tensor in tensors(value) if tensor.is_floating_point()]
@@ -70,7 +70,7 @@ def find_kept(holders: Iterable[Holder]) -> dict[str, list[torch.Tensor]]:
     }
 
 
-def entries(holders: Iterable[Holder]) -> Iterator[tuple[Holder, str, str, Any]]:
+def entries(holders: Iterable[NameTable]) -> Iterator[tuple[NameTable, str, str, Any]]:
     """Each value that may hold tensors, once: its holder, its name, its key there, itself."""
     value_ids: set[int] = set()
     for holder in holders:
@@ -85,7 +85,7 @@ def keep_attributes(base: torch.nn.Module) -> PutBack:
 
     Tensors among them are copied, and so are the lists that hooks fill.
     """
-    tables = [Holder(path, "", vars(module)) for path, module in base.named_modules()]
+    tables = [NameTable(path, "", vars(module)) for path, module in base.named_modules()]
     names = [{*holder.table} for holder in tables]
     values = [
         (holder.table, key, value, _contents(value))
@@ -113,14 +113,14 @@ def user_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
     return [hook for hook in hooks.values() if _root(hook) not in {"nbdist", "torch"}]
 
 
-def _of(path: str, module: torch.nn.Module) -> Iterator[Holder]:
-    yield Holder(path, "", vars(module))
+def _of(path: str, module: torch.nn.Module) -> Iterator[NameTable]:
+    yield NameTable(path, "", vars(module))
     for hook in user_hooks(module):
         for table, names in _reached(hook):
-            yield Holder(path, f"in a hook on {path or 'the model'}", table, names)
+            yield NameTable(path, f"in a hook on {path or 'the model'}", table, names)
     if _root(type(module)) not in _LIBRARIES:
         for table, names in _reached(type(module).forward):
-            yield Holder(path, f"in {path or 'the model'}", table, names)
+            yield NameTable(path, f"in {path or 'the model'}", table, names)
 
 
 def _reached(function: Any) -> Iterator[tuple[dict[str, Any], Collection[str] | None]]:

@@ -16,13 +16,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import OptionError
-from nbdist.parallel import module_patches
-from nbdist.parallel.consensus import interrupts_held
+from nbdist.parallel.base import module_patches
+from nbdist.parallel.base.absent import absent
+from nbdist.parallel.base.consensus import interrupts_held
+from nbdist.parallel.base.tensors import in_order, like, local_of, order_of
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform, load
 from nbdist.parallel.libraries import quantized
-from nbdist.parallel.pp.absent import absent
-from nbdist.parallel.same_inputs import watch_inputs
-from nbdist.parallel.tensors import in_order, like, local_of, order_of
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform, load
+from nbdist.parallel.sequence.same_inputs import watch_inputs
 from nbdist.strategy.choice import Degrees, steps_of
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs, local_shape
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from nbdist.errors import OptionError
-from nbdist.parallel.blocks import BlockList
-from nbdist.parallel.sdpa import with_backend
+from nbdist.parallel.base.blocks import BlockList
+from nbdist.parallel.base.sdpa import with_backend
 
 _ATEN = torch.ops.aten
 

@@ -15,14 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel import build, events, live_models, module_patches
-from nbdist.parallel.consensus import all_or_none
+from nbdist.parallel.base import events, module_patches
+from nbdist.parallel.base.consensus import all_or_none
+from nbdist.parallel.base.mesh import ParallelMesh
+from nbdist.parallel.base.training_state import same_random
+from nbdist.parallel.base.transform import ModelBuild
 from nbdist.parallel.dp import fsdp, zero1
 from nbdist.parallel.libraries import quantized
-from nbdist.parallel.mesh import ParallelMesh
-from nbdist.parallel.optimizers import first_step, muon, rules
-from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.registry import (
+from nbdist.parallel.live import build, live_models
+from nbdist.parallel.live.prepared import Prepared
+from nbdist.parallel.live.registry import (
     agree_on_numbers,
     bound_optimizers,
     current,
@@ -37,11 +39,10 @@ from nbdist.parallel.registry import (
     register,
     state_side,
 )
+from nbdist.parallel.optimizers import first_step, muon, rules
 from nbdist.parallel.reshard.full_state import shard_into
 from nbdist.parallel.reshard.rebind import has_hooks
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
-from nbdist.parallel.training_state import same_random
-from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Strategy, steps_of
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 

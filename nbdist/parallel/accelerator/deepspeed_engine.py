@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
 from nbdist.parallel.dp import deepspeed
+from nbdist.parallel.live import registry
 from nbdist.strategy.choice import Strategy
 
 # The engines of this rank. The class itself is not known before the package is imported.

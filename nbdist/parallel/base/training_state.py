@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError
-from nbdist.parallel.tensors import local_of
+from nbdist.parallel.base.tensors import local_of
 
 PutBack = Callable[[], object]
 

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.activation_checkpointing import blocks_to_checkpoint, checkpoint_block
-from nbdist.parallel.blocks import BlockList, candidates, find_blocks
-from nbdist.parallel.sdpa import choose_backend, refuse_backend
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.base.activation_checkpointing import blocks_to_checkpoint, checkpoint_block
+from nbdist.parallel.base.blocks import BlockList, candidates, find_blocks
+from nbdist.parallel.base.sdpa import choose_backend, refuse_backend
+from nbdist.parallel.base.transform import Layouts, ModelBuild, Transform
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 

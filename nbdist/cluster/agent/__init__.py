@@ -1,0 +1,1 @@
+"""Programs that watch and end ranks, one process per host or run: the standard library alone."""

@@ -1,0 +1,1 @@
+"""Lines that run in the controller's process."""

@@ -1,0 +1,1 @@
+"""What splits along the sequence, and what is alike on the ranks that share a batch."""
