@@ -95,9 +95,12 @@ demo: $(INSTALLED) | build/settings
 	@echo "$(CURDIR)/build/$(DEMO).ipynb"
 	@echo "$(CURDIR)/build/$(DEMO).html"
 
-# Two files of tests or notebooks at a time where there are two cores, and the tests of a file, which
-# share their ranks, one after the other. More at a time: `make test WORKERS=3`; one: WORKERS=.
-WORKERS ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -ge 2 && echo 2)
+# Three files of tests or two notebooks at a time where there are two cores (with two files the cores
+# wait for a sixth of the time), and the tests of a file, which share their ranks, one after the
+# other. Others: `make test WORKERS=4 NOTEBOOKS=3`; one at a time: WORKERS= NOTEBOOKS=.
+HAS_TWO_CORES := $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -ge 2 && echo yes)
+WORKERS ?= $(if $(HAS_TWO_CORES),3)
+NOTEBOOKS ?= $(if $(HAS_TWO_CORES),2)
 side_by_side = $(if $(1),-n $(1) --dist loadfile)
 
 # Style and types are those of the pinned torch.
@@ -180,7 +183,7 @@ cluster-shell: $(INSTALLED)
 	@$(PY) -m tests.support.hosts
 
 notebooks: $(INSTALLED) | build/settings
-	$(PY) -m pytest $(call side_by_side,$(if $(GPU),,$(WORKERS))) --nbdist --timeout 480 notebooks
+	$(PY) -m pytest $(call side_by_side,$(if $(GPU),,$(NOTEBOOKS))) --nbdist --timeout 480 notebooks
 
 store: $(INSTALLED) | build/settings
 	$(PY) -m nbconvert --to notebook --execute --inplace \
