@@ -493,6 +493,20 @@ def test_the_page_and_its_picture_are_of_today() -> None:
     assert house_page.PICTURE.read_text(encoding="utf-8") == house_page.picture()
 
 
+def test_what_is_looked_for_is_where_the_page_says() -> None:
+    """The definitions of the table "Where is it?" are in their files."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| \[`([\w/]+\.py)`\]\(.*\) \| `(\w+)` \|$", text, re.MULTILINE)
+    defined = {
+        path: {node.name for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
+               if isinstance(node, (*FUNCTIONS, ast.ClassDef))}
+        for path, _ in rows
+    }  # fmt: skip
+
+    assert len(rows) >= 20
+    assert [f"{path}: {name}" for path, name in rows if name not in defined[path]] == []
+
+
 @pytest.mark.parametrize("page", ["architecture", "internals", "adding", "private_names"])
 def test_pages_name_files_that_are_there(page: str) -> None:
     """Each file of the package that a page on its structure names exists."""
