@@ -249,7 +249,7 @@ def dist_restart(values: Namespace) -> None:
     session = NOTEBOOK.session
     chosen = session.chosen(" ".join(values.where)) if values.where else None
     progress = SHOWN.line("restarting")
-    restarted = session.upkeep.restart(chosen, values.timeout_s, progress)
+    restarted = session.maintenance.restart(chosen, values.timeout_s, progress)
     progress.finish(ranks_view.restart_view(restarted.ranks, restarted.elapsed_s, restarted.notes))
 
 

@@ -160,10 +160,10 @@ class Session(CellRanks):
             metadata[CELL_NUMBER] = request.number
         if self.cluster.is_kept:
             metadata[CELL_KEPT] = request.ranks
-        cell.tell(self.upkeep.take_notes())
+        cell.tell(self.maintenance.take_notes())
         for hook in self.hooks:
             cell.tell(hook.before(metadata))
-        self.readiness.take(request.ranks, cell)
+        self.busy.take(request.ranks, cell)
         self._send(cell, metadata)
         return cell
 
@@ -191,7 +191,7 @@ class Session(CellRanks):
             raise
 
     def _end(self, rank: int, cell: CellRun, reply: Any, ended_s: float | None = None) -> None:
-        self.readiness.end(rank, cell)
+        self.busy.end(rank, cell)
         cell.done(rank, reply, ended_s)
 
     def resume(self) -> CellRun | None:
@@ -220,7 +220,7 @@ class Session(CellRanks):
 
     def _follow(self, cell: CellRun, ranks: Sequence[int]) -> CellRun:
         """Count ranks as busy with a cell until their journals say that they have ended it."""
-        self.readiness.take(ranks, cell)
+        self.busy.take(ranks, cell)
         self.journals.feed(
             cell, ranks, lambda rank, reply, ended_s: self._end(rank, cell, reply, ended_s)
         )
@@ -264,7 +264,7 @@ class Session(CellRanks):
 
     def status(self, *, wants_stacks: bool = False) -> Status:
         """What every rank does now, within seconds; see cells.kernel.status."""
-        self.upkeep.reconnect()
+        self.maintenance.reconnect()
         now = cells_status.status(self, self.health, wants_stacks=wants_stacks)
         lines = [*self.checkpoints.status(), *self.cluster.status_lines(), self._keep_phrase()]
         return replace(now, waits=(*now.waits, *filter(None, lines)))
@@ -290,7 +290,7 @@ class Session(CellRanks):
             NotRunning, OptionError, RankBusy, StartError, Interrupted: See Maintenance.restart.
         """
         chosen = None if ranks is None else self.chosen(ranks)
-        return self.upkeep.restart(chosen, deadline_s, lambda _text: None)
+        return self.maintenance.restart(chosen, deadline_s, lambda _text: None)
 
     def stop(self) -> None:
         """End all ranks and remove what they left. Twice is harmless."""
@@ -303,7 +303,7 @@ class Session(CellRanks):
         self.health.close()
 
     def _cut_off(self, why: str, what_now: str) -> None:
-        for cell in self.readiness.running():
+        for cell in self.busy.running():
             cell.cut_off(why, what_now)
 
     def _note_exit(self, end: Exit) -> None:
@@ -314,11 +314,11 @@ class Session(CellRanks):
             return
         for place in self.topology.ranks:  # an engine beyond the ranks concerns nobody
             if place.engine_id == end.engine:
-                is_ours = place.rank in self.upkeep.ended_by_us
+                is_ours = place.rank in self.maintenance.ended_by_us
                 try:
                     self.health.note_exit(place.rank, end.code, is_ours=is_ours)
                 finally:  # a cell that is not told would wait for ever
-                    for cell in self.readiness.running():
+                    for cell in self.busy.running():
                         cell.exited(place.rank)
 
     def sync_model(self, source: int = 0, deadline_s: float = SYNC_MODEL_S) -> tuple[str, ...]:

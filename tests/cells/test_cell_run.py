@@ -61,7 +61,7 @@ def fake_session(**health: Any) -> Any:
         rank_states=dict,
         explain=lambda failure: failure,
     )
-    session.readiness = SimpleNamespace(free_silent=lambda: session.silent)
+    session.busy_ranks = SimpleNamespace(free_silent=lambda: session.silent)
     return session
 
 
@@ -237,7 +237,7 @@ def test_a_press_after_the_warning_ends_ranks_only_where_others_can_take_their_p
 ) -> None:
     """The cell ends at once in both cases."""
     session, sink = fake_session(), Kept()
-    session.upkeep.can_replace = can_replace
+    session.maintenance.can_replace = can_replace
     run = CellRun(session, CellRequest("code", (0, 1)), sink)
     run.done(0, Failed())
     began_s = run._began_s
@@ -252,7 +252,7 @@ def test_a_press_after_the_warning_ends_ranks_only_where_others_can_take_their_p
     after_s = run.step(began_s + 1.9)
 
     assert ("Another press ends and replaces rank 1" in warned) == can_replace
-    assert session.upkeep.given_up == given_up
+    assert session.maintenance.given_up == given_up
     assert run.missing == ()
     assert after_s is None or after_s < 2.0
 

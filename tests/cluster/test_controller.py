@@ -134,7 +134,7 @@ def test_ranks_that_hang_unheard_are_freed(pair: Session, tmp_path: Path) -> Non
         wait.wait(lambda: cell)
 
     def is_idle() -> bool:
-        pair.upkeep.make_whole()  # as each cell does
+        pair.maintenance.make_whole()  # as each cell does
         return not pair.busy_ranks
 
     assert until(is_idle, 10)

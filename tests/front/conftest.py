@@ -19,7 +19,7 @@ def _clear():
     import gc, nbdist
     from nbdist.hang.kernel.restart import names
     session, user_ns = nbdist.session(), get_ipython().user_ns
-    session.upkeep.reconnect()
+    session.maintenance.reconnect()
     if session.strategy.current().name != "ddp":
         session.strategy.switch("ddp")
     bound = {name for rank in session.ranks for name in names(session.call, rank).result(60)}

@@ -102,7 +102,7 @@ def _two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def pair(_two_ranks: Session) -> Session:
     """The same two ranks for each test, whole and without the names of the tests before."""
     session = _two_ranks
-    session.upkeep.reconnect()
+    session.maintenance.reconnect()
     if session.health.dead:
         session.restart(deadline_s=RESTART_S)
     session.grace_s = start.DEFAULT_GRACE_S

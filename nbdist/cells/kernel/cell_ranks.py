@@ -44,13 +44,13 @@ class CellRanks(Ranks):
         self.hooks: tuple[CellHook, ...] = ()
         self.is_leaving: Callable[[], bool] | None = None
         self.health = Health(self)
-        self.readiness = BusyRanks(self, self.health)
-        self.upkeep = Maintenance(self, self.health)
-        self.make_whole = self.upkeep.make_whole
-        self.check_ready = self.readiness.check
-        self.recover_if_needed = self.upkeep.recover_if_needed
-        self.settle = self.upkeep.settle
-        self.release = self.upkeep.release
+        self.busy = BusyRanks(self, self.health)
+        self.maintenance = Maintenance(self, self.health)
+        self.make_whole = self.maintenance.make_whole
+        self.check_ready = self.busy.check
+        self.recover_if_needed = self.maintenance.recover_if_needed
+        self.settle = self.maintenance.settle
+        self.release = self.maintenance.release
 
     def watchdog(self, began_s: float, *, is_quiet: bool) -> Watchdog:
         """What watches a cell of these ranks."""

@@ -84,9 +84,9 @@ class CellRun:
         self._began_s = time.monotonic() if request.began_s is None else request.began_s
         timeout_s = request.timeout_s
         self._timeout_at_s = NEVER_S if timeout_s is None else self._began_s + timeout_s
-        self._ladder = InterruptEscalation()
+        self._escalation = InterruptEscalation()
         self._watchdog = ranks.watchdog(self._began_s, is_quiet=request.is_patient)
-        self._aftermath: GroupRecovery | None = None
+        self._recovery: GroupRecovery | None = None
         self._abort = ""
         self._aborted_s = NEVER_S
         self._released: frozenset[int] = frozenset()
@@ -131,8 +131,8 @@ class CellRun:
         if kind == "execute_input":
             self._states[rank].begun_s = time.monotonic()
             if self.is_over:  # it was interrupted before it began, and nobody waits for it
-                self._ranks.readiness.interrupt_late(rank, self)
-            if self._ladder.has_begun:  # an interrupt waits for this
+                self._ranks.busy.interrupt_late(rank, self)
+            if self._escalation.has_begun:  # an interrupt waits for this
                 self._put(lambda: None)
             return False
         # Of the status the reply tells as well: no reason to wake anybody.
@@ -169,14 +169,14 @@ class CellRun:
         """The user has pressed interrupt; or ends the kernel, which Jupyter interrupts before."""
         is_leaving = self._ranks.is_leaving
         if is_leaving is None:
-            self._put(lambda: self._ladder.press(self._now_s))
+            self._put(lambda: self._escalation.press(self._now_s))
             return
 
         def judge() -> None:
             if is_leaving():
                 self.cut_off("The kernel was ended", GO_ON)
             else:
-                self._put(lambda: self._ladder.press(self._now_s))
+                self._put(lambda: self._escalation.press(self._now_s))
 
         timer = threading.Timer(LEAVING_S, judge)
         timer.daemon = True
@@ -266,10 +266,10 @@ class CellRun:
             if not self._lost:
                 self.on_finish()
         finally:
-            outcome = self._aftermath.outcome if self._aftermath is not None else None
+            outcome = self._recovery.outcome if self._recovery is not None else None
             CellOutcome(
                 lost=self._lost,
-                is_interrupted=self._ladder.has_begun,
+                is_interrupted=self._escalation.has_begun,
                 timeout_s=self.request.timeout_s if self._has_timed_out else None,
                 aborted=self._abort,
                 is_deadlock=self._is_deadlock,
@@ -281,7 +281,7 @@ class CellRun:
                 waiting=self._released,
                 places=self._watchdog.places,
                 unmatched=self._unmatched.text if self._unmatched else "",
-                can_restart=self._ranks.upkeep.can_replace,
+                can_restart=self._ranks.maintenance.can_replace,
             ).raise_for(result, self._ranks.explain)
         return result
 
@@ -289,8 +289,8 @@ class CellRun:
         """What the ranks' calls and groups came to, and what features have noted."""
         is_ok = self._is_whole and not self._unmatched
         noted = [line for h in self._ranks.hooks for line in h.after(self.run_id, is_ok=is_ok)]
-        if self._aftermath is not None and self._aftermath.outcome is not None:
-            return (*self._aftermath.outcome.lines, *noted)
+        if self._recovery is not None and self._recovery.outcome is not None:
+            return (*self._recovery.outcome.lines, *noted)
         mismatches = self._ranks.health.mismatches(self.run_id) if is_ok and not self._lost else ()
         return (*mismatches, *noted)
 
@@ -323,7 +323,7 @@ class CellRun:
         elif failure[0] == "RankDied":
             state.status = "died"
             self._tell_death(rank)
-        elif self._ladder.has_begun and is_by_interrupt(failure, was_aborted=bool(self._abort)):
+        elif self._escalation.has_begun and is_by_interrupt(failure, was_aborted=bool(self._abort)):
             state.status = "interrupted"
         else:
             state.status = "error"
@@ -350,7 +350,7 @@ class CellRun:
         state = self._states[rank]
         if state.status:
             return NEVER_S
-        return self._ladder.sigint_s(state.begun_s, state.interrupted_s)
+        return self._escalation.sigint_s(state.begun_s, state.interrupted_s)
 
     def _apply_deadlines(self, now_s: float) -> None:
         self._interrupt_late(now_s)
@@ -361,29 +361,29 @@ class CellRun:
             elif now_s >= self._sigint_s(rank):
                 self._states[rank].interrupted_s = now_s
                 self._ranks.interrupt(rank)
-        if self._ladder.replace_s is not None:
+        if self._escalation.replace_s is not None:
             self._replace()
-        if now_s >= self._ladder.give_back_s or self._lost:
+        if now_s >= self._escalation.give_back_s or self._lost:
             for rank in self.missing:
                 self._give_up(rank, "unfinished", now_s)
 
     def _interrupt_late(self, now_s: float) -> None:
         """Begin an interrupt at the timeout; then, end ranks whose reply an interrupt has cost."""
-        if self._ladder.has_begun:
-            for rank in self._ranks.readiness.free_silent() & {*self.missing}:
+        if self._escalation.has_begun:
+            for rank in self._ranks.busy.free_silent() & {*self.missing}:
                 self._give_up(rank, "interrupted", now_s)
         elif now_s >= self._timeout_at_s:
             self._has_timed_out = True
-            self._ladder.time_out(now_s)
+            self._escalation.time_out(now_s)
 
     @property
     def _can_replace(self) -> bool:
-        return self._ranks.upkeep.can_replace and not self.request.is_program
+        return self._ranks.maintenance.can_replace and not self.request.is_program
 
     def _replace(self) -> None:
         if self.missing and not self._replaced and self._can_replace:
             self._replaced = self.missing
-            self._ranks.upkeep.give_up(self._replaced)
+            self._ranks.maintenance.give_up(self._replaced)
 
     def _give_up(self, rank: int, status: str, now_s: float) -> None:
         self._states[rank].status = status
@@ -394,9 +394,9 @@ class CellRun:
         times = [
             now_s + LONGEST_PAUSE_S,
             self._watchdog.next_s,
-            self._ladder.give_back_s,
+            self._escalation.give_back_s,
             self._aborted_s + ABORTED_S,
-            NEVER_S if self._ladder.has_begun else self._timeout_at_s,
+            NEVER_S if self._escalation.has_begun else self._timeout_at_s,
         ]
         due_s = self._feed.next_due_s()
         if due_s is not None:
@@ -410,24 +410,26 @@ class CellRun:
 
     def _watch(self, now_s: float) -> None:
         """Tell who waits for whom; abort what cannot end, or what the user wants to end."""
-        dog, ladder = self._watchdog, self._ladder
-        self.tell(dog.look(now_s, self._rank_states, is_urgent=ladder.has_begun))
-        self.tell(self._ranks.upkeep.take_notes())
-        if not self._abort and dog.deadlock is not None and now_s >= dog.abort_s:
+        watchdog, escalation = self._watchdog, self._escalation
+        self.tell(watchdog.look(now_s, self._rank_states, is_urgent=escalation.has_begun))
+        self.tell(self._ranks.maintenance.take_notes())
+        if not self._abort and watchdog.deadlock is not None and now_s >= watchdog.abort_s:
             self._is_deadlock = True
-            self._abort_now(dog.deadlock.text)
-        if not self._abort and now_s >= ladder.abort_s and dog.waiting:
-            self._abort_now(dog.deadlock.text if dog.deadlock else waiting_message(dog.waiting))
+            self._abort_now(watchdog.deadlock.text)
+        if not self._abort and now_s >= escalation.abort_s and watchdog.waiting:
+            self._abort_now(
+                watchdog.deadlock.text if watchdog.deadlock else waiting_message(watchdog.waiting)
+            )
         # Those that were aborted are about to come back, and are named if they do not.
-        stuck = sorted({*self.missing} - {*dog.waiting} - self._released)
-        if stuck and now_s >= ladder.warn_s:
-            ladder.warned(now_s)
+        stuck = sorted({*self.missing} - {*watchdog.waiting} - self._released)
+        if stuck and now_s >= escalation.warn_s:
+            escalation.warned(now_s)
             self.tell(
                 [
                     unresponsive_message(
                         stuck,
-                        dog.places,
-                        dog.stopped,
+                        watchdog.places,
+                        watchdog.stopped,
                         can_replace=self._can_replace,
                         is_program=self.request.is_program,
                     )
@@ -438,25 +440,25 @@ class CellRun:
             self.tell(
                 still_aborting_message(
                     self.missing,
-                    dog.waiting,
-                    is_interrupted=ladder.has_begun,
+                    watchdog.waiting,
+                    is_interrupted=escalation.has_begun,
                     is_program=self.request.is_program,
-                    can_restart=self._ranks.upkeep.can_replace,
+                    can_restart=self._ranks.maintenance.can_replace,
                 )
             )
-            if dog.deadlock is not None:  # its code has caught the error, and waits again
+            if watchdog.deadlock is not None:  # its code has caught the error, and waits again
                 self._ranks.health.abort()
 
     def _abort_now(self, why: str) -> None:
         self._abort = why
         self._aborted_s = self._now_s
-        self._ladder.aborted(self._now_s)
+        self._escalation.aborted(self._now_s)
         self._released = frozenset(self._watchdog.waiting)
         self._ranks.health.abort()
 
     def _clean_up(self, now_s: float) -> float | None:
         """See to the groups once all ranks have ended; None when that is done."""
-        if self._aftermath is None:
+        if self._recovery is None:
             if self._lost or self.request.is_program:  # with which the ranks end
                 return None
             if self._is_whole:
@@ -467,14 +469,14 @@ class CellRun:
             failed = [rank for rank, state in self._states.items() if state.status == "error"]
             is_cut = any(self._failure(rank).is_follower for rank in failed)
             needs_recovery = bool(self._abort or self._unmatched) or "died" in statuses or is_cut
-            self._aftermath = GroupRecovery(
+            self._recovery = GroupRecovery(
                 self._ranks, self._ranks.health, now_s, is_certain=needs_recovery
             )
-            self._aftermath.on_answer = lambda: self._put(lambda: None)
-        if now_s >= self._ladder.give_back_s:
-            self._aftermath.give_up()
-        pause_s = self._aftermath.step(now_s)
-        return None if pause_s is None else min(pause_s, self._ladder.give_back_s - now_s)
+            self._recovery.on_answer = lambda: self._put(lambda: None)
+        if now_s >= self._escalation.give_back_s:
+            self._recovery.give_up()
+        pause_s = self._recovery.step(now_s)
+        return None if pause_s is None else min(pause_s, self._escalation.give_back_s - now_s)
 
     def _find_unmatched(self, now_s: float) -> float:
         """Note a call that only some ranks have made; how long to wait until that is certain."""
@@ -497,7 +499,7 @@ class CellRun:
         """When to tell of a rank's failure; never after an interrupt, or for stored outputs."""
         state = self._states[rank]
         is_due = state.status == "error" and not state.is_told
-        if not is_due or self.request.is_patient or self._ladder.has_begun:
+        if not is_due or self.request.is_patient or self._escalation.has_begun:
             return NEVER_S
         return self._began_s + state.elapsed_s + TELL_S
 

@@ -127,25 +127,25 @@ def _put(what: str, plan: restore.RestorePlan) -> None:
     Raises:
         NbdistError: A rank cannot; nothing was changed. Or putting it in place failed here.
     """
-    ballot = CommitVote(str(all_or_none(what, time.time_ns)[0]))
+    vote = CommitVote(str(all_or_none(what, time.time_ns)[0]))
     try:
         all_or_none(what, lambda: restore.restore_objects(plan))
         with interrupts_held():
-            _vote(what, ballot)
+            _vote(what, vote)
             _commit(what, plan)
     except BaseException:
         restore.put_objects_back(plan)
         raise
 
 
-def _vote(what: str, ballot: CommitVote) -> None:
+def _vote(what: str, vote: CommitVote) -> None:
     """All ranks go on, or none does, also where an abort reaches only some of them."""
     try:
         all_or_none(what, lambda: None)
     except BaseException as error:
-        ballot.answer(one_line(error), is_waiting=False)  # some may have gone on
+        vote.answer(one_line(error), is_waiting=False)  # some may have gone on
         raise
-    raise_failures(what, ballot.answer(""))
+    raise_failures(what, vote.answer(""))
 
 
 def _commit(what: str, plan: restore.RestorePlan) -> None:

@@ -162,18 +162,16 @@ class Maintenance:
             Interrupted: If the user interrupted it; the next cell begins with it.
         """
         presses_or_answers: SimpleQueue[bool] = SimpleQueue()  # a signal handler may put
-        aftermath = GroupRecovery(
-            self._ranks, self._health, time.monotonic(), is_certain=is_certain
-        )
-        aftermath.on_answer = lambda: presses_or_answers.put(False)
+        recovery = GroupRecovery(self._ranks, self._health, time.monotonic(), is_certain=is_certain)
+        recovery.on_answer = lambda: presses_or_answers.put(False)
         with sigint.deferred_sigint() as pressed:
             pressed.send_to(lambda: presses_or_answers.put(True))
-            while (pause_s := aftermath.step(time.monotonic())) is not None:
+            while (pause_s := recovery.step(time.monotonic())) is not None:
                 with contextlib.suppress(Empty):
                     if presses_or_answers.get(timeout=pause_s):
-                        aftermath.give_up()
+                        recovery.give_up()
                         raise Interrupted("the groups are recreated before the next cell")
-        return aftermath.outcome or RecoveryOutcome()
+        return recovery.outcome or RecoveryOutcome()
 
     def settle(self) -> None:
         """After collectives of nbdist's own that failed or were interrupted: back in step.

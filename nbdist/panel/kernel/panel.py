@@ -57,8 +57,8 @@ class Panel:
     def __init__(self) -> None:
         # Those that the buttons run; nbdist.commands hands them over with the table.
         self.verbs: Mapping[str, Verb] = {}
-        self.board = JobQueue()
-        self.turns = JobScheduler(self.board, self._act, self._changed)
+        self.job_queue = JobQueue()
+        self.scheduler = JobScheduler(self.job_queue, self._act, self._changed)
         self._lock = threading.RLock()
         self._widgets: PanelWidgets | None = None
         self._stills: list[DisplayHandle] = []
@@ -80,12 +80,12 @@ class Panel:
 
     def show(self) -> None:
         """Show the panel below the running cell: widgets where there are any, else a picture."""
-        self.turns.watch()
+        self.scheduler.watch()
         NOTEBOOK.before_cell, NOTEBOOK.on_bar = self.before_cell, self._take_bar
         if self._take_progress not in progress.listeners:
             progress.listeners.append(self._take_progress)
         session = self._now()
-        if session is not None and not self.board.acting:
+        if session is not None and not self.job_queue.acting:
             # What is shown first, and stored, is complete.
             ended = self._ask(session)
             session.monitor.wait(time.monotonic(), LOOK_S)
@@ -96,7 +96,7 @@ class Panel:
         try:
             widgets = self._make_widgets()
         except ImportError as error:
-            self.board.note(NO_WIDGETS.format(why=error), "failed")
+            self.job_queue.note(NO_WIDGETS.format(why=error), "failed")
         else:
             self.refresh()
             self._tick()
@@ -111,21 +111,21 @@ class Panel:
         with self._logged(name):
             why = missing(name, self._facts())
             if why:
-                self.board.note(f"{BUTTONS[name].label}: {why}", "failed")
+                self.job_queue.note(f"{BUTTONS[name].label}: {why}", "failed")
             elif BUTTONS[name].when == "arms":
-                self.board.arm(name)
+                self.job_queue.arm(name)
             elif BUTTONS[name].when == "now":
                 _NOW[name](self)
             elif name in _ASKS and (asking := _ASKS[name](self)) is not None:
                 self._question = asking
             else:
-                self.turns.ask(self._job(name))
+                self.scheduler.ask(self._job(name))
         self.refresh()
 
     def close(self) -> None:
         """Take the panel off every page; what is queued is taken back."""
-        self.board.drop("the panel was closed")
-        self.turns.unwatch()
+        self.job_queue.drop("the panel was closed")
+        self.scheduler.unwatch()
         NOTEBOOK.before_cell = lambda _code, options: options
         NOTEBOOK.on_bar = lambda _text: None
         if self._take_progress in progress.listeners:
@@ -162,14 +162,14 @@ class Panel:
         session = self._now()
         state = PanelState(
             NO_RANKS,
-            cell=self.turns.cell,
+            cell=self.scheduler.cell,
             bar=self._bar,
             doing=self._doing,
-            acting=self.board.acting,
-            queued=self.board.queued,
-            armed=tuple(BUTTONS[name].magic for name in self.board.armed),
+            acting=self.job_queue.acting,
+            queued=self.job_queue.queued,
+            armed=tuple(BUTTONS[name].magic for name in self.job_queue.armed),
             question=self._question,
-            log=self.board.log,
+            log=self.job_queue.log,
         )
         if session is None:
             return state
@@ -186,10 +186,10 @@ class Panel:
 
     def before_cell(self, _code: str, options: CellOptions) -> CellOptions:
         """The options of a cell that begins on ranks, with what the buttons have asked for."""
-        name = "" if options.record is not None else self.board.disarm()
+        name = "" if options.record is not None else self.job_queue.disarm()
         if not name:
             return options
-        self.board.note(f"{BUTTONS[name].magic} for cell [{NOTEBOOK.cell_number}]")
+        self.job_queue.note(f"{BUTTONS[name].magic} for cell [{NOTEBOOK.cell_number}]")
         line = f"--ranks {options.ranks}" if options.ranks else ""
         return replace(options, record=actions.answer(name, line, self.verbs).record)
 
@@ -203,7 +203,7 @@ class Panel:
         with self._lock:
             if session is not self._session:
                 if self._session is not None:
-                    self.board.drop("its ranks were stopped")
+                    self.job_queue.drop("its ranks were stopped")
                 self._session, self._answer, self._question = session, None, None
                 self._prepared = PreparedModels()
                 self._refusals.clear()
@@ -218,7 +218,7 @@ class Panel:
         return self._answer[1] if self._answer is not None and self._answer[0] == last else last
 
     def _ask_prepared(self) -> None:
-        if self._session is not None and not self.board.acting and not self.turns.cell:
+        if self._session is not None and not self.job_queue.acting and not self.scheduler.cell:
             self._ask(self._session)
 
     def _ask(self, session: Session) -> Callable[[float], object]:
@@ -274,7 +274,7 @@ class Panel:
 
         After each cell an idle rank is asked anew: the answer may need a trial of the model.
         """
-        is_free = not self.board.acting and strategy != self._current(session)
+        is_free = not self.job_queue.acting and strategy != self._current(session)
         if is_free and self._prepared.models and strategy not in self._asked:
             self._asked.add(strategy)
 
@@ -306,7 +306,7 @@ class Panel:
             "code": NOTEBOOK.last_cell,
             "choice": isinstance(picked, Strategy) and not self._refusals.get(picked),
             "other": picked != self._current(session),
-            "queue": self.board.queued,
+            "queue": self.job_queue.queued,
             "question": self._question,
         }
         return {fact for fact, is_so in facts.items() if is_so}
@@ -340,9 +340,9 @@ class Panel:
         if question is None:
             return
         if question.choices and not self._compared():
-            self.board.note("Compare: choose at least one strategy to compare with", "failed")
+            self.job_queue.note("Compare: choose at least one strategy to compare with", "failed")
             return
-        self.turns.ask(self._job(question.name))
+        self.scheduler.ask(self._job(question.name))
         self._question = None
 
     def dismiss(self) -> None:
@@ -397,17 +397,17 @@ class Panel:
 
     def interrupt(self) -> None:
         """As the stop button: the cells on the ranks, else what the notebook itself does."""
-        self.turns.drop()
+        self.scheduler.drop()
         session = self._now()
         interrupted, not_back = ("", "") if session is None else ranks_panel.interrupt(session)
-        interrupted = interrupted or self.turns.interrupt()
+        interrupted = interrupted or self.scheduler.interrupt()
         parts = [f"interrupting {interrupted}"] if interrupted else []
         parts += [f"{not_back}: sent SIGINT again"] if not_back else []
-        self.board.note("; ".join(parts) or "nothing is running to interrupt")
+        self.job_queue.note("; ".join(parts) or "nothing is running to interrupt")
 
     def ask_status(self) -> None:
         """Show what every rank does; in a thread of its own, as answers may take two seconds."""
-        self.board.note(f"{BUTTONS['status'].magic}: asking the ranks")
+        self.job_queue.note(f"{BUTTONS['status'].magic}: asking the ranks")
         threading.Thread(target=self._show_status, name="nbdist-status", daemon=True).start()
 
     def _show_status(self) -> None:
@@ -417,11 +417,11 @@ class Panel:
             if view is not None:
                 title = f"{BUTTONS['status'].below} at {time.strftime('%H:%M:%S')}"
                 self._detail(title, view.html or view.text)
-            self.board.note("status: see below", "done")
+            self.job_queue.note("status: see below", "done")
         self.refresh()
 
     def _progress(self, text: str) -> None:
-        self.board.progress(text)
+        self.job_queue.progress(text)
         self.refresh()
 
     def _detail(self, title: str, body: str) -> None:
@@ -459,15 +459,15 @@ class Panel:
         try:
             yield
         except NbdistError as error:
-            self.board.note(f"{action}: {error}", "failed")
+            self.job_queue.note(f"{action}: {error}", "failed")
         except Exception:  # noqa: BLE001
-            self.board.note(f"{action}: {traceback.format_exc().rstrip()}", "failed")
+            self.job_queue.note(f"{action}: {traceback.format_exc().rstrip()}", "failed")
 
 
 _NOW: Mapping[str, Callable[[Panel], object]] = {
     "interrupt": Panel.interrupt,
     "status": Panel.ask_status,
-    "cancel": lambda panel: panel.board.drop("cancelled"),
+    "cancel": lambda panel: panel.job_queue.drop("cancelled"),
     "confirm": Panel.confirm,
     "dismiss": Panel.dismiss,
 }

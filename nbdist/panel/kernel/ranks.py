@@ -56,13 +56,13 @@ def interrupt(session: Session) -> tuple[str, str]:
         What was interrupted of what the notebook waits for, or "" for nothing; and which ranks of
         cells that were given back, and hear of no press, got SIGINT once more, or "".
     """
-    running = session.readiness.running()
+    running = session.busy.running()
     waited = [cell for cell in running if not cell.is_over]
     for cell in waited:
         cell.press()
     not_back = []
     for cell in running:
-        ranks = session.readiness.ranks_of(cell) if cell.is_over else ()
+        ranks = session.busy.ranks_of(cell) if cell.is_over else ()
         for rank in ranks:
             session.interrupt(rank)
         if ranks:

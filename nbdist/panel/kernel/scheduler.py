@@ -26,16 +26,16 @@ class JobScheduler:
     """The turns of cells and jobs in one notebook."""
 
     def __init__(
-        self, board: JobQueue, act: Callable[[PanelJob], str], changed: Callable[[], None]
+        self, job_queue: JobQueue, act: Callable[[PanelJob], str], changed: Callable[[], None]
     ):
         """Watch no cells yet; `watch` begins.
 
         Args:
-            board: Where jobs are queued, and where it is written what they came to.
+            job_queue: Where jobs are queued, and where it is written what they came to.
             act: Does a job and says what it came to; in the main thread.
             changed: Called when a job begins or ends, or a cell ends; must not raise.
         """
-        self._board = board
+        self._job_queue = job_queue
         self._act = act
         self._changed = changed
         self._cells = 0
@@ -49,7 +49,7 @@ class JobScheduler:
 
     def ask(self, job: PanelJob) -> None:
         """Do a job as soon as no cell runs. From any thread; returns at once."""
-        if not self._board.ask(job, self.cell):
+        if not self._job_queue.ask(job, self.cell):
             return
         kernel = getattr(get_ipython(), "kernel", None)
         if kernel is not None:
@@ -62,11 +62,11 @@ class JobScheduler:
         and so does the restart of a rank, which is for what goes wrong.
         """
         self._is_dropped = bool(self._cells)
-        self._board.drop("what it waited for was interrupted", keep=("restart",))
+        self._job_queue.drop("what it waited for was interrupted", keep=("restart",))
 
     def interrupt(self) -> str:
         """Interrupt what the main thread does, as the stop button; what that is, or ""."""
-        doing = self._board.acting or self.cell
+        doing = self._job_queue.acting or self.cell
         ident = threading.main_thread().ident
         if doing and ident is not None:
             # Of that thread, or its loop would not wake up.
@@ -105,14 +105,14 @@ class JobScheduler:
 
     def _work(self) -> None:
         """Do what is queued, unless a cell runs: then its end does."""
-        while not self._cells and self._board.queued:
+        while not self._cells and self._job_queue.queued:
             # One that is pressed once the job counts as begun, is for it, and not lost.
             with sigint.deferred_sigint() as pressed:
-                job = self._board.take()
+                job = self._job_queue.take()
                 if job is None:
                     return
                 self._changed()
-                self._board.finish(*self._outcome(job, pressed))
+                self._job_queue.finish(*self._outcome(job, pressed))
             self._changed()
 
     def _outcome(self, job: PanelJob, pressed: PendingInterrupts) -> tuple[str, str]:

@@ -56,7 +56,7 @@ class Commit:
         ]
         self._states = [dict(handle.optimizer.state) for handle in handles]
 
-    def run(self, ballot: CommitVote) -> None:
+    def run(self, vote: CommitVote) -> None:
         """Change this rank; everything back if that fails on any rank. Every rank.
 
         Raises:
@@ -68,7 +68,7 @@ class Commit:
             self._change()
         except BaseException as caught:  # noqa: BLE001  # raised below, once all have gone back
             error = caught
-        failures = ballot.answer("" if error is None else one_line(error))
+        failures = vote.answer("" if error is None else one_line(error))
         if failures:
             self._roll_back()
             if error is not None:

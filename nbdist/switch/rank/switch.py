@@ -149,7 +149,7 @@ def _batch(before: Strategy, after: Strategy) -> tuple[int, int, float] | None:
 
 
 def _move(report: RankSwitchReport, prepared: list[Prepared]) -> RankSwitchReport:
-    ballot = CommitVote(str(all_or_none(WHAT, time.time_ns)[0]))
+    vote = CommitVote(str(all_or_none(WHAT, time.time_ns)[0]))
     for model in prepared:
         fsdp.settle(model.built.job.root)
     moves = _plan(report.after, prepared)
@@ -161,11 +161,11 @@ def _move(report: RankSwitchReport, prepared: list[Prepared]) -> RankSwitchRepor
             progress.tell("agreeing")
             all_or_none(WHAT, lambda: None)  # from here on nobody waits for data
         except BaseException as error:
-            ballot.answer(one_line(error), is_waiting=False)  # some may have gone on
+            vote.answer(one_line(error), is_waiting=False)  # some may have gone on
             raise
         progress.tell("committing")
         commit = Commit(report.after, moves, handles, shards)
-        commit.run(ballot)
+        commit.run(vote)
         rebinds, notes = commit.finish()
     return replace(
         report,
