@@ -18,7 +18,7 @@ _RUNNERS = {
 # What an idle thread of an engine consists of.
 _ENGINE = re.compile(
     r"[/\\](?:(?:IPython|ipykernel|ipyparallel|traitlets|tornado|asyncio|zmq|jupyter_client)[/\\].*"
-    r"|nbdist[/\\]engine[/\\](?:__main__|server)\.py|(?:threading|selectors|runpy)\.py)$"
+    r"|nbdist[/\\]engine[/\\](?:__main__|fork_server)\.py|(?:threading|selectors|runpy)\.py)$"
     r"|^<(?:frozen runpy|decorator-gen-\d+)>$"
 )
 # nbdist's own, around torch's functions.
