@@ -96,8 +96,7 @@ demo: $(INSTALLED) | build/settings
 	@echo "$(CURDIR)/build/$(DEMO).html"
 
 # Two files of tests or notebooks at a time where there are two cores, and the tests of a file, which
-# share their ranks, one after the other. With three at a time the cores are busy for 97 instead of
-# 83 % of the time, and the run takes longer. More: `make test WORKERS=4`; one: WORKERS=.
+# share their ranks, one after the other. More at a time: `make test WORKERS=3`; one: WORKERS=.
 WORKERS ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -ge 2 && echo 2)
 # Not the files with the most tests first: some with few take longest, and would come at the end.
 side_by_side = $(if $(1),-n $(1) --dist loadfile --no-loadscope-reorder)
