@@ -98,8 +98,7 @@ demo: $(INSTALLED) | build/settings
 # Two files of tests or notebooks at a time where there are two cores, and the tests of a file, which
 # share their ranks, one after the other. More at a time: `make test WORKERS=3`; one: WORKERS=.
 WORKERS ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -ge 2 && echo 2)
-# Not the files with the most tests first: some with few take longest, and would come at the end.
-side_by_side = $(if $(1),-n $(1) --dist loadfile --no-loadscope-reorder)
+side_by_side = $(if $(1),-n $(1) --dist loadfile)
 
 # Style and types are those of the pinned torch.
 test: $(INSTALLED)

@@ -17,7 +17,7 @@ from nbdist.hang.records import UnmatchedCall
 from nbdist.lints.kernel.lints import Lints
 
 
-class FakeUpkeep:
+class FakeMaintenance:
     """Ends ranks, where they can be replaced."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ def fake_session(**health: Any) -> Any:
         ),
         hooks=(Lints(),),
         is_leaving=None,
-        upkeep=FakeUpkeep(),
+        maintenance=FakeMaintenance(),
         watchdog=lambda *_, **__: blind,
         death=lambda _rank: "ended",
         interrupt=lambda _rank: None,
@@ -61,7 +61,7 @@ def fake_session(**health: Any) -> Any:
         rank_states=dict,
         explain=lambda failure: failure,
     )
-    session.busy_ranks = SimpleNamespace(free_silent=lambda: session.silent)
+    session.busy = SimpleNamespace(free_silent=lambda: session.silent)
     return session
 
 

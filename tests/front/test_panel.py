@@ -27,7 +27,7 @@ def press(name, **chosen):
     for word, value in chosen.items(): getattr(PANEL._widgets, word).value = value
     pressing = threading.Thread(target=PANEL.press, args=(name,))
     pressing.start(); pressing.join()
-def log(): return [one.text for one in PANEL.board.log]
+def log(): return [one.text for one in PANEL.job_queue.log]
 def until(is_true, limit_s=30):
     end_s = time.monotonic() + limit_s
     while not is_true():
@@ -49,8 +49,8 @@ def later(*names, when, **chosen):
         for name in names: press(name, **chosen)
     threading.Thread(target=pressing).start()
 def always(): return True
-def submitted(): return bool(nbdist.session().readiness.running())
-def between_cells(): return not PANEL.turns.cell
+def submitted(): return bool(nbdist.session().busy.running())
+def between_cells(): return not PANEL.scheduler.cell
 """
 # A rank that a signal has stopped begins no cell, and takes no interrupt.
 _STOPPED = """
@@ -76,7 +76,7 @@ def panel(kernel: Kernel, _helped: None) -> Iterator[Kernel]:
     shown = kernel.run("if PANEL._widgets is None: PANEL.show()")
     assert shown.status == "ok", shown.visible
     yield kernel
-    kernel.run("PANEL.board._log.clear(); PANEL._question = None")
+    kernel.run("PANEL.job_queue._log.clear(); PANEL._question = None")
     kernel.run("%dist_strategy ddp")
 
 
@@ -307,18 +307,18 @@ def test_an_interrupt_between_two_statements_takes_back_as_well(panel: Kernel) -
 def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
     """Between two cells the kernel ignores SIGINT; what was pressed counts once the job acts."""
     panel.run(
-        "take = PANEL.board.take; run_instead(lambda _: time.sleep(600))\n"
+        "take = PANEL.job_queue.take; run_instead(lambda _: time.sleep(600))\n"
         "def taking():\n"
         "    job = take()\n"
         "    if job is not None: press('interrupt')\n"
         "    return job\n"
-        "PANEL.board.take = taking; later('apply', when=between_cells, strategy='fsdp')"
+        "PANEL.job_queue.take = taking; later('apply', when=between_cells, strategy='fsdp')"
     )
     for _ in range(100):  # it acts between two of these cells
         log = said(panel)
         if ": interrupted" in log:
             break
-    panel.run("PANEL.verbs, PANEL.board.take = VERBS, take")
+    panel.run("PANEL.verbs, PANEL.job_queue.take = VERBS, take")
 
     assert "interrupting %dist_strategy fsdp" in log
     assert log.splitlines()[-1].endswith(": interrupted")
@@ -345,7 +345,7 @@ def test_the_notebooks_stop_button_ends_what_the_panel_does(
 
 def test_the_cell_that_shows_the_panel_counts_as_running(panel: Kernel) -> None:
     """What is asked for in it waits for its end, and Interrupt ends it."""
-    panel.run("PANEL.close(); PANEL.board._log.clear()")
+    panel.run("PANEL.close(); PANEL.job_queue._log.clear()")
     cell = panel.run(
         "PANEL.show(); press('apply', strategy='fsdp'); later('interrupt', when=always)\n"
         "time.sleep(600)"
@@ -359,8 +359,10 @@ def test_the_cell_that_shows_the_panel_counts_as_running(panel: Kernel) -> None:
 
 def test_an_error_of_a_button_stands_in_the_log(panel: Kernel) -> None:
     """With its traceback; the panel goes on."""
-    panel.run("PANEL.turns.ask, ask = None, PANEL.turns.ask\npress('apply', strategy='fsdp')")
-    panel.run("PANEL.turns.ask = ask")
+    panel.run(
+        "PANEL.scheduler.ask, ask = None, PANEL.scheduler.ask\npress('apply', strategy='fsdp')"
+    )
+    panel.run("PANEL.scheduler.ask = ask")
     log = said(panel)
 
     assert "TypeError: 'NoneType' object is not callable" in log

@@ -71,8 +71,8 @@ def test_the_panel_says_so_too_and_no_cell_has_a_line(kernel: Kernel, go: Path) 
         "threading.Thread(target=watch).start()\n"
         "PANEL._widgets.strategy.value = 'ddp'; PANEL.press('apply')"
     )
-    after = kernel.run("print(told[-1], [PANEL.state().doing], PANEL.board.log[-1].text)")
-    kernel.run("PANEL.close(); PANEL.board._log.clear()")
+    after = kernel.run("print(told[-1], [PANEL.state().doing], PANEL.job_queue.log[-1].text)")
+    kernel.run("PANEL.close(); PANEL.job_queue._log.clear()")
 
     assert re.match(r"switch: moving 0 B of \d+\.\d kB, 0% \[''\]", after.text)
     assert "fsdp, dp 2 -> ddp, dp 2" in after.text

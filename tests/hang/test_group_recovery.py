@@ -79,35 +79,35 @@ def begin(session: FakeRanks, *, is_certain: bool = False) -> GroupRecovery:
     )
 
 
-def outcome_of(aftermath: GroupRecovery) -> RecoveryOutcome:
+def outcome_of(recovery: GroupRecovery) -> RecoveryOutcome:
     """What it came to; it is over."""
-    assert aftermath.step(100.3) is None
-    assert aftermath.outcome is not None
-    return aftermath.outcome
+    assert recovery.step(100.3) is None
+    assert recovery.outcome is not None
+    return recovery.outcome
 
 
 def test_groups_in_step_are_left_alone() -> None:
     """Both ranks have made the same calls: over at once."""
     session = FakeRanks(3, 3)
-    aftermath = begin(session)
+    recovery = begin(session)
 
-    assert not outcome_of(aftermath).is_recovered
+    assert not outcome_of(recovery).is_recovered
     assert session.recoveries == []
 
 
 def test_groups_out_of_step_are_made_anew() -> None:
     """One rank has made a call more; what the ranks say of it is told."""
     session = FakeRanks(3, 4)
-    aftermath = begin(session)
+    recovery = begin(session)
     woken: list[int] = []
-    aftermath.on_answer = lambda: woken.append(1)
-    pause_s = aftermath.step(100.0)
+    recovery.on_answer = lambda: woken.append(1)
+    pause_s = recovery.step(100.0)
     for future in session.recoveries[0].values():
         future.set_result(RECOVERED)
 
     assert pause_s == LOOK_S
     assert len(woken) == 2
-    outcome = outcome_of(aftermath)
+    outcome = outcome_of(recovery)
     assert outcome.is_recovered
     assert "model" in " ".join(outcome.lines)
     assert not session.needs_recovery
@@ -117,10 +117,10 @@ def test_ranks_that_do_not_tell_their_counts_are_not_waited_for() -> None:
     """A rank without a flight recorder's answer costs a second at most."""
     session = FakeRanks(3, 3)
     session.newest[1] = Future()
-    aftermath = begin(session)
+    recovery = begin(session)
 
-    assert aftermath.step(100.0) == COUNT_S
-    assert aftermath.step(100.0 + COUNT_S) is None
+    assert recovery.step(100.0) == COUNT_S
+    assert recovery.step(100.0 + COUNT_S) is None
 
 
 def test_an_abort_recovers_without_counting() -> None:
@@ -134,9 +134,9 @@ def test_an_abort_recovers_without_counting() -> None:
 def test_a_busy_rank_puts_the_recovery_off() -> None:
     """It takes all ranks: the next cell begins with it."""
     session = FakeRanks(3, 3, busy=(1,))
-    aftermath = begin(session, is_certain=True)
+    recovery = begin(session, is_certain=True)
 
-    assert "once rank 1 is back" in outcome_of(aftermath).problem
+    assert "once rank 1 is back" in outcome_of(recovery).problem
     assert session.needs_recovery
     assert session.recoveries == []
 
@@ -168,16 +168,16 @@ def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
 def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
     """The others are interrupted, who would wait for it; what they raise then is no problem."""
     session = FakeRanks(3, 4)
-    aftermath = begin(session, is_certain=True)
+    recovery = begin(session, is_certain=True)
     session.lost.add(1)
-    pause_s = aftermath.step(100.1)
+    pause_s = recovery.step(100.1)
     session.recoveries[0][0].set_exception(KeyboardInterrupt())
-    aftermath.step(100.2)
+    recovery.step(100.2)
     session.recoveries[1][0].set_result(RECOVERED)
 
     assert pause_s == LOOK_S
     assert session.interrupted == [0]
-    assert outcome_of(aftermath).is_recovered
+    assert outcome_of(recovery).is_recovered
     assert [set(recovery) for recovery in session.recoveries] == [{0, 1}, {0}]
     assert not session.needs_recovery
 
@@ -185,19 +185,19 @@ def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
 def test_with_nobody_left_there_is_nothing_to_recover() -> None:
     """All ranks have ended: the cell fails with that alone."""
     session = FakeRanks(3, 4)
-    aftermath = begin(session, is_certain=True)
+    recovery = begin(session, is_certain=True)
     session.lost |= {0, 1}
 
-    assert not outcome_of(aftermath).problem
+    assert not outcome_of(recovery).problem
 
 
 def test_giving_up_leaves_the_rest_to_the_next_cell() -> None:
     """The notebook is given back in time."""
     session = FakeRanks(3, 4)
-    aftermath = begin(session, is_certain=True)
-    aftermath.give_up()
+    recovery = begin(session, is_certain=True)
+    recovery.give_up()
 
-    assert aftermath.step(100.1) is None
+    assert recovery.step(100.1) is None
     assert session.needs_recovery
 
 
@@ -205,10 +205,10 @@ def test_parameters_that_differ_are_told_although_the_calls_are_in_step() -> Non
     """An interrupt came after one rank's step and before the other's."""
     session = FakeRanks(3, 3)
     session.checksums = {0: {"model": "aa/b", "same": "c/d"}, 1: {"model": "ee/b", "same": "c/x"}}
-    aftermath = begin(session)
-    aftermath.step(100.0)
+    recovery = begin(session)
+    recovery.step(100.0)
 
-    outcome = outcome_of(aftermath)
+    outcome = outcome_of(recovery)
     assert not outcome.is_recovered
     (line,) = outcome.lines
     assert line.startswith("model: the parameters of rank 0 and rank 1 differ")
@@ -219,6 +219,6 @@ def test_models_are_not_compared_where_nobody_has_made_a_call() -> None:
     """A failure before any training costs nothing."""
     session = FakeRanks(0, 0)
     session.checksums = {0: {"model": "aa/b"}, 1: {"model": "ee/b"}}
-    aftermath = begin(session)
+    recovery = begin(session)
 
-    assert outcome_of(aftermath).lines == ()
+    assert outcome_of(recovery).lines == ()

@@ -38,12 +38,12 @@ def clock_s() -> list[float]:
 
 
 @pytest.fixture
-def board(clock_s: list[float]) -> JobQueue:
+def job_queue(clock_s: list[float]) -> JobQueue:
     return JobQueue(lambda: clock_s[0])
 
 
-def log(board: JobQueue) -> list[str]:
-    return [entry.text for entry in board.log]
+def log(job_queue: JobQueue) -> list[str]:
+    return [entry.text for entry in job_queue.log]
 
 
 def test_every_state_of_a_rank_is_drawn_and_differs_without_colour() -> None:
@@ -68,33 +68,33 @@ def test_a_row_is_what_the_sample_says() -> None:
 
 
 def test_a_job_is_taken_once_and_its_end_is_logged_with_its_time(
-    board: JobQueue, clock_s: list[float]
+    job_queue: JobQueue, clock_s: list[float]
 ) -> None:
     """Another one waits until it has ended."""
-    board.ask(FSDP, "")
-    board.ask(RESTART, "")
-    assert (board.take(), board.take()) == (FSDP, None)
-    board.progress("forming groups")
+    job_queue.ask(FSDP, "")
+    job_queue.ask(RESTART, "")
+    assert (job_queue.take(), job_queue.take()) == (FSDP, None)
+    job_queue.progress("forming groups")
     clock_s[0] += 2.5
-    acting = board.acting
-    board.finish("done so")
+    acting = job_queue.acting
+    job_queue.finish("done so")
 
     assert acting == "%dist_strategy fsdp: forming groups (2 s)"
-    assert board.acting == ""
-    assert board.take() == RESTART
-    assert "%dist_strategy fsdp (2.5 s): done so" in log(board)
+    assert job_queue.acting == ""
+    assert job_queue.take() == RESTART
+    assert "%dist_strategy fsdp (2.5 s): done so" in log(job_queue)
 
 
-def test_pressed_twice_is_done_once(board: JobQueue) -> None:
+def test_pressed_twice_is_done_once(job_queue: JobQueue) -> None:
     """While it waits, and while it is under way; afterwards it can be asked for again."""
-    assert board.ask(RESTART, "cell [3]")
-    assert not board.ask(RESTART, "cell [3]")
-    assert board.take() == RESTART
-    assert not board.ask(RESTART, "")
-    board.finish("back")
-    assert board.take() is None
-    assert board.ask(RESTART, "")
-    assert log(board) == [
+    assert job_queue.ask(RESTART, "cell [3]")
+    assert not job_queue.ask(RESTART, "cell [3]")
+    assert job_queue.take() == RESTART
+    assert not job_queue.ask(RESTART, "")
+    job_queue.finish("back")
+    assert job_queue.take() is None
+    assert job_queue.ask(RESTART, "")
+    assert log(job_queue) == [
         "%dist_restart 1 is queued until cell [3] ends; Cancel queued removes it",
         "%dist_restart 1 is already queued",
         "%dist_restart 1 begins",
@@ -103,50 +103,50 @@ def test_pressed_twice_is_done_once(board: JobQueue) -> None:
     ]
 
 
-def test_of_two_strategies_that_wait_the_newest_counts(board: JobQueue) -> None:
+def test_of_two_strategies_that_wait_the_newest_counts(job_queue: JobQueue) -> None:
     """The other one is not switched to on the way."""
-    board.ask(FSDP, "cell [3]")
-    board.ask(RESTART, "cell [3]")
-    board.ask(TP, "cell [3]")
+    job_queue.ask(FSDP, "cell [3]")
+    job_queue.ask(RESTART, "cell [3]")
+    job_queue.ask(TP, "cell [3]")
 
-    assert board.queued == ("%dist_restart 1", "%dist_strategy tp")
+    assert job_queue.queued == ("%dist_restart 1", "%dist_strategy tp")
     assert "%dist_strategy fsdp is removed from the queue: %dist_strategy tp replaces it" in log(
-        board
+        job_queue
     )
 
 
-def test_what_is_queued_can_be_taken_back(board: JobQueue) -> None:
+def test_what_is_queued_can_be_taken_back(job_queue: JobQueue) -> None:
     """All of it, with the reason."""
-    board.ask(FSDP, "cell [3]")
-    board.ask(RESTART, "cell [3]")
+    job_queue.ask(FSDP, "cell [3]")
+    job_queue.ask(RESTART, "cell [3]")
 
-    assert board.drop("interrupted", keep=("restart",)) == 1
-    assert board.queued == ("%dist_restart 1",)
-    assert board.drop("cancelled") == 1
-    assert board.take() is None
-    assert log(board)[-1] == "%dist_restart 1 is removed from the queue: cancelled"
+    assert job_queue.drop("interrupted", keep=("restart",)) == 1
+    assert job_queue.queued == ("%dist_restart 1",)
+    assert job_queue.drop("cancelled") == 1
+    assert job_queue.take() is None
+    assert log(job_queue)[-1] == "%dist_restart 1 is removed from the queue: cancelled"
 
 
-def test_a_recording_is_for_one_cell(board: JobQueue) -> None:
+def test_a_recording_is_for_one_cell(job_queue: JobQueue) -> None:
     """A second press takes it back; another button's takes its place."""
-    board.arm("profile")
-    board.arm("memory")
-    armed = board.armed
-    board.arm("memory")
+    job_queue.arm("profile")
+    job_queue.arm("memory")
+    armed = job_queue.armed
+    job_queue.arm("memory")
 
     assert armed == ("memory",)
-    assert board.armed == ()
-    board.arm("profile")
-    assert [board.disarm(), board.disarm()] == ["profile", ""]
+    assert job_queue.armed == ()
+    job_queue.arm("profile")
+    assert [job_queue.disarm(), job_queue.disarm()] == ["profile", ""]
 
 
-def test_the_log_keeps_the_newest_lines(board: JobQueue) -> None:
+def test_the_log_keeps_the_newest_lines(job_queue: JobQueue) -> None:
     """However long the notebook runs."""
     for number in range(1000):
-        board.note(str(number))
+        job_queue.note(str(number))
 
-    assert log(board)[-1] == "999"
-    assert len(log(board)) == 200
+    assert log(job_queue)[-1] == "999"
+    assert len(log(job_queue)) == 200
 
 
 def test_a_progress_bar_is_read(capsys: pytest.CaptureFixture[str]) -> None:
