@@ -23,6 +23,8 @@ from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.run_owner import Process, Run
 from nbdist.core import host
 
+# The second is that of a run which an earlier version of nbdist has started and keeps.
+_GUARDIANS = (b"/agent/guardian.py", b"/kernel/guardian.py")
 MARK = b"NBDIST_RUN="
 SHM = Path("/dev/shm")  # noqa: S108  # what is removed there is known to be a dead run's
 
@@ -181,7 +183,7 @@ def _process(pid: int) -> UserProcess | None:
     if fields is None or fields[0] in "ZX":
         return None
     marks = [value.removeprefix(MARK) for value in variables if value.startswith(MARK)]
-    is_guardian = any(word.endswith(b"/agent/guardian.py") for word in words[:5])
+    is_guardian = any(word.endswith(_GUARDIANS) for word in words[:5])
     guards = [word for word in words if word][-1] if is_guardian else b""
     return UserProcess(
         pid, fields[19], int(fields[1]), int(fields[3]), _folder_of(marks), _folder_of([guards])

@@ -142,13 +142,13 @@ def _batches(matrices: Mapping[str, _Matrix]) -> Iterator[dict[str, _Matrix]]:
     """The largest first, as many at once as all ranks have room for."""
     room = _ELEMENTS_AT_ONCE * consensus.world_size()
     batch: dict[str, _Matrix] = {}
-    held = 0
+    n_elements = 0
     for key in sorted(matrices, key=lambda key: (-matrices[key].size, key)):
-        if batch and held + matrices[key].size > room:
+        if batch and n_elements + matrices[key].size > room:
             yield batch
-            batch, held = {}, 0
+            batch, n_elements = {}, 0
         batch[key] = matrices[key]
-        held += matrices[key].size
+        n_elements += matrices[key].size
     if batch:
         yield batch
 
