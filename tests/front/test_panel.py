@@ -267,9 +267,11 @@ def test_an_interrupt_takes_back_what_waits_for_the_cell(
     """The panel's and the notebook's own; what is asked for afterwards is done, and a restart."""
     by_panel = panel.run("press('apply', strategy='fsdp'); press('checkpoint'); press('interrupt')")
     waiting = shared_folder / "waiting"
+    # One function: between two statements the interrupt would hit IPython itself, not the cell.
     running = panel.start(
+        f"def wait():\n    open({str(waiting)!r}, 'w').close(); time.sleep(600)\n"
         "press('apply', strategy='zero1'); press('restart')\n"
-        f"open({str(waiting)!r}, 'w').close(); time.sleep(600)"
+        "wait()"
     )
     wait_for(waiting)
     panel.interrupt()
