@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cells.kernel.cell_run import SETTLED_S, TOGETHER_S, CellRun
+from nbdist.cells.kernel.cell_run import TOGETHER_S, CellRun
+from nbdist.cells.kernel.hang_policy import SETTLED_S
 from nbdist.cells.kernel.wait import wait
 from nbdist.cells.line_merger import Line
 from nbdist.cells.outputs import CellResult, Event
@@ -114,8 +115,8 @@ def test_a_call_that_is_missing_twice_is_missed(
     ranks = fake_session(unmatched=lambda *_: looks.pop(0))
     looks, run = [*calls], CellRun(ranks, CellRequest("code", (0,)), Kept())
 
-    assert [run._find_unmatched(at * SETTLED_S) for at in range(len(calls))] == pauses_s
-    assert run._unmatched == (calls[-1] if len({*numbers}) == 1 else None)
+    assert [run._hang.find_unmatched(at * SETTLED_S) for at in range(len(calls))] == pauses_s
+    assert run._hang.unmatched == (calls[-1] if len({*numbers}) == 1 else None)
 
 
 def test_a_sink_that_fails_at_the_end_does_not_hide_the_codes_failure() -> None:

@@ -11,14 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from nbdist.cells.kernel.cell_outcome import (
-    STOP,
-    CellOutcome,
-    is_by_interrupt,
-    still_aborting_message,
-    unresponsive_message,
-    waiting_message,
-)
+from nbdist.cells.kernel.cell_outcome import STOP, UNTOUCHED, CellOutcome, is_by_interrupt
 from nbdist.cells.kernel.cell_ranks import CellRanks
 from nbdist.cells.kernel.cell_request import (
     VIEWED,
@@ -29,13 +22,12 @@ from nbdist.cells.kernel.cell_request import (
     failure_in,
     result_of,
 )
+from nbdist.cells.kernel.hang_policy import HangPolicy
 from nbdist.cells.kernel.interrupt import NEVER_S, InterruptEscalation
 from nbdist.cells.line_merger import Line
 from nbdist.cells.outputs import CellResult, Event, OutputReducer, elapsed_line
 from nbdist.core import failures as failing
 from nbdist.core.failures import RankFailure, ranks_phrase
-from nbdist.hang.kernel.group_recovery import GroupRecovery, RecoveryOutcome
-from nbdist.hang.records import UnmatchedCall
 from nbdist.rpc.kernel.channel import Message, failure_of
 
 # The hub tells of a dead engine a little after its launcher; its last output comes between.
@@ -43,11 +35,6 @@ LAST_WORDS_S = 1.0
 # A rank that has failed is told of when others still run after this long, unless it is told
 # before that who waits for it.
 TELL_S = 2.0
-# Ranks are back from an abort in milliseconds; those that are not by then are named.
-ABORTED_S = 3.0
-# A call that only some ranks have made counts if it is so for this long after the cell's end:
-# threads of the user's may make calls behind it, on each rank at another moment.
-SETTLED_S = 0.5
 # Jupyter's request to shut down follows its interrupt within milliseconds.
 LEAVING_S = 0.25
 GO_ON = "The ranks are kept and go on with it; %dist_attach in a new kernel brings both back."
@@ -85,15 +72,8 @@ class CellRun:
         timeout_s = request.timeout_s
         self._timeout_at_s = NEVER_S if timeout_s is None else self._began_s + timeout_s
         self._escalation = InterruptEscalation()
-        self._watchdog = ranks.watchdog(self._began_s, is_quiet=request.is_patient)
-        self._recovery: GroupRecovery | None = None
-        self._abort = ""
-        self._aborted_s = NEVER_S
-        self._released: frozenset[int] = frozenset()
-        self._is_deadlock = False
-        self._unmatched: UnmatchedCall | None = None
-        self._settled_s = NEVER_S
-        self._replaced: tuple[int, ...] = ()
+        self._hang = HangPolicy(ranks, request, self._escalation, self._began_s, run_id)
+        self._hang.on_answer = lambda: self._put(lambda: None)
         self._has_timed_out = False
         self._lost = ""
         self.is_over = False
@@ -212,7 +192,7 @@ class CellRun:
         self._apply_deadlines(now_s)
         self._draw(self._feed.due(now_s))
         if self.missing:
-            self._watch(now_s)
+            self.tell(self._hang.watch(now_s, self.missing, self._rank_states))
             self._tell_failures(now_s)
             pause_s: float | None = min(self._deadlines_s(now_s)) - now_s
         else:
@@ -266,38 +246,40 @@ class CellRun:
             if not self._lost:
                 self.on_finish()
         finally:
-            outcome = self._recovery.outcome if self._recovery is not None else None
+            hang = self._hang
             CellOutcome(
                 lost=self._lost,
                 is_interrupted=self._escalation.has_begun,
                 timeout_s=self.request.timeout_s if self._has_timed_out else None,
-                aborted=self._abort,
-                is_deadlock=self._is_deadlock,
+                aborted=hang.abort_reason,
+                is_deadlock=hang.is_deadlock,
                 grace_s=self._ranks.grace_s,
-                outcome=outcome or RecoveryOutcome(),
-                replaced=self._replaced,
-                stopped=self._watchdog.stopped,
+                outcome=hang.outcome or UNTOUCHED,
+                replaced=hang.replaced,
+                stopped=hang.stopped,
                 is_program=self.request.is_program,
-                waiting=self._released,
-                places=self._watchdog.places,
-                unmatched=self._unmatched.text if self._unmatched else "",
+                waiting=hang.aborted_ranks,
+                places=hang.places,
+                unmatched=hang.unmatched.text if hang.unmatched else "",
                 can_restart=self._ranks.maintenance.can_replace,
             ).raise_for(result, self._ranks.explain)
         return result
 
     def _afterwards(self) -> tuple[str, ...]:
         """What the ranks' calls and groups came to, and what features have noted."""
-        is_ok = self._is_whole and not self._unmatched
+        is_ok = self._is_whole and not self._hang.unmatched
         noted = [line for h in self._ranks.hooks for line in h.after(self.run_id, is_ok=is_ok)]
-        if self._recovery is not None and self._recovery.outcome is not None:
-            return (*self._recovery.outcome.lines, *noted)
+        if self._hang.outcome is not None:
+            return (*self._hang.outcome.lines, *noted)
         mismatches = self._ranks.health.mismatches(self.run_id) if is_ok and not self._lost else ()
         return (*mismatches, *noted)
 
     @property
     def _is_whole(self) -> bool:
         """Whether the code ended well on every rank, with nothing aborted."""
-        return not self._abort and all(state.status == "ok" for state in self._states.values())
+        return not self._hang.abort_reason and all(
+            state.status == "ok" for state in self._states.values()
+        )
 
     def _draw(self, events: Sequence[Event]) -> None:
         if events:
@@ -323,10 +305,12 @@ class CellRun:
         elif failure[0] == "RankDied":
             state.status = "died"
             self._tell_death(rank)
-        elif self._escalation.has_begun and is_by_interrupt(failure, was_aborted=bool(self._abort)):
-            state.status = "interrupted"
         else:
-            state.status = "error"
+            was_aborted = bool(self._hang.abort_reason)
+            is_ours = self._escalation.has_begun and is_by_interrupt(
+                failure, was_aborted=was_aborted
+            )
+            state.status = "interrupted" if is_ours else "error"
         self._feed.end(rank, self._now_s)
 
     def _note_exit(self, rank: int) -> None:
@@ -362,7 +346,7 @@ class CellRun:
                 self._states[rank].interrupted_s = now_s
                 self._ranks.interrupt(rank)
         if self._escalation.replace_s is not None:
-            self._replace()
+            self._hang.replace(self.missing)
         if now_s >= self._escalation.give_back_s or self._lost:
             for rank in self.missing:
                 self._give_up(rank, "unfinished", now_s)
@@ -376,15 +360,6 @@ class CellRun:
             self._has_timed_out = True
             self._escalation.time_out(now_s)
 
-    @property
-    def _can_replace(self) -> bool:
-        return self._ranks.maintenance.can_replace and not self.request.is_program
-
-    def _replace(self) -> None:
-        if self.missing and not self._replaced and self._can_replace:
-            self._replaced = self.missing
-            self._ranks.maintenance.give_up(self._replaced)
-
     def _give_up(self, rank: int, status: str, now_s: float) -> None:
         self._states[rank].status = status
         self._states[rank].elapsed_s = now_s - self._began_s
@@ -393,9 +368,8 @@ class CellRun:
     def _deadlines_s(self, now_s: float) -> list[float]:
         times = [
             now_s + LONGEST_PAUSE_S,
-            self._watchdog.next_s,
+            self._hang.next_s,
             self._escalation.give_back_s,
-            self._aborted_s + ABORTED_S,
             NEVER_S if self._escalation.has_begun else self._timeout_at_s,
         ]
         due_s = self._feed.next_due_s()
@@ -408,84 +382,24 @@ class CellRun:
             times.append(NEVER_S if seen_s is None else seen_s + LAST_WORDS_S)
         return times
 
-    def _watch(self, now_s: float) -> None:
-        """Tell who waits for whom; abort what cannot end, or what the user wants to end."""
-        watchdog, escalation = self._watchdog, self._escalation
-        self.tell(watchdog.look(now_s, self._rank_states, is_urgent=escalation.has_begun))
-        self.tell(self._ranks.maintenance.take_notes())
-        if not self._abort and watchdog.deadlock is not None and now_s >= watchdog.abort_s:
-            self._is_deadlock = True
-            self._abort_now(watchdog.deadlock.text)
-        if not self._abort and now_s >= escalation.abort_s and watchdog.waiting:
-            self._abort_now(
-                watchdog.deadlock.text if watchdog.deadlock else waiting_message(watchdog.waiting)
-            )
-        # Those that were aborted are about to come back, and are named if they do not.
-        stuck = sorted({*self.missing} - {*watchdog.waiting} - self._released)
-        if stuck and now_s >= escalation.warn_s:
-            escalation.warned(now_s)
-            self.tell(
-                [
-                    unresponsive_message(
-                        stuck,
-                        watchdog.places,
-                        watchdog.stopped,
-                        can_replace=self._can_replace,
-                        is_program=self.request.is_program,
-                    )
-                ]
-            )
-        if now_s >= self._aborted_s + ABORTED_S:
-            self._aborted_s = NEVER_S
-            self.tell(
-                still_aborting_message(
-                    self.missing,
-                    watchdog.waiting,
-                    is_interrupted=escalation.has_begun,
-                    is_program=self.request.is_program,
-                    can_restart=self._ranks.maintenance.can_replace,
-                )
-            )
-            if watchdog.deadlock is not None:  # its code has caught the error, and waits again
-                self._ranks.health.abort()
-
-    def _abort_now(self, why: str) -> None:
-        self._abort = why
-        self._aborted_s = self._now_s
-        self._escalation.aborted(self._now_s)
-        self._released = frozenset(self._watchdog.waiting)
-        self._ranks.health.abort()
-
     def _clean_up(self, now_s: float) -> float | None:
         """See to the groups once all ranks have ended; None when that is done."""
-        if self._recovery is None:
+        if not self._hang.is_recovering:
             if self._lost or self.request.is_program:  # with which the ranks end
                 return None
             if self._is_whole:
-                settling_s = self._find_unmatched(now_s)
-                if not self._unmatched or settling_s > 0:
+                settling_s = self._hang.find_unmatched(now_s)
+                if not self._hang.unmatched or settling_s > 0:
                     return settling_s or None
-            statuses = {state.status for state in self._states.values()}
-            failed = [rank for rank, state in self._states.items() if state.status == "error"]
-            is_cut = any(self._failure(rank).is_follower for rank in failed)
-            needs_recovery = bool(self._abort or self._unmatched) or "died" in statuses or is_cut
-            self._recovery = GroupRecovery(
-                self._ranks, self._ranks.health, now_s, is_certain=needs_recovery
-            )
-            self._recovery.on_answer = lambda: self._put(lambda: None)
-        if now_s >= self._escalation.give_back_s:
-            self._recovery.give_up()
-        pause_s = self._recovery.step(now_s)
-        return None if pause_s is None else min(pause_s, self._escalation.give_back_s - now_s)
+        return self._hang.recover(now_s, is_broken=self._is_broken)
 
-    def _find_unmatched(self, now_s: float) -> float:
-        """Note a call that only some ranks have made; how long to wait until that is certain."""
-        call = self._ranks.health.unmatched(self.run_id, self.request.ranks)
-        if self._settled_s == NEVER_S:
-            self._unmatched, self._settled_s = call, now_s + SETTLED_S
-        elif call != self._unmatched:  # it was made, and the next one may be: threads go on
-            self._unmatched = None
-        return max(0.0, self._settled_s - now_s) if self._unmatched else 0.0
+    @property
+    def _is_broken(self) -> bool:
+        """Whether a rank has died, or failed because another one did."""
+        return any(
+            state.status == "died" or (state.status == "error" and self._failure(rank).is_follower)
+            for rank, state in self._states.items()
+        )
 
     def _rank_states(self) -> dict[int, tuple[str, str]]:
         """What every rank does, as the diagnosis calls it."""
@@ -508,7 +422,7 @@ class CellRun:
         failed = [rank for rank in self._states if now_s >= self._tell_s(rank)]
         for rank in failed:
             self._states[rank].is_told = True
-        if failed and not self._abort and self._watchdog.deadlock is None:
+        if failed and not self._hang.abort_reason and self._hang.deadlock is None:
             summary = failing.summary([self._failure(rank) for rank in failed])
             stop = STOP[self.request.is_program]
             running = f"{ranks_phrase(self.missing)} still running ({stop} interrupts)"
