@@ -1,8 +1,8 @@
 """A process that imports once what every rank needs, and becomes a rank in each of its forks.
 
-Run by its path, as engine/__main__.py: `python -P fork_server.py DESCRIPTOR KERNEL_PID ROOM`. The
-kernel (cluster/kernel/rank_server.py) is at the other end of the descriptor. ROOM and the variable
-of the same name are spaces: what /proc shows of a fork is written over them.
+Run by its path, as engine/__main__.py: `python -P fork_server.py KERNEL_PID ROOM`. The kernel
+(cluster/kernel/rank_server.py) asks by lines of its input, and reads its output. ROOM and the
+variable of the same name are spaces: what /proc shows of a fork is written over them.
 
 A fork is what a started rank would be: its own environment, files, session, signals, seeds and
 thread counts. What cannot be made so refuses the fork, and the kernel starts the rank itself.
@@ -34,10 +34,11 @@ import time  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: E402
 from importlib.machinery import PathFinder  # noqa: E402
-from multiprocessing.connection import Connection  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+# A message begins so, as cluster/agent/agent.py has it.
+MARK = "nbdist-agent "
 # Variable of the server's environment, and last word of its command line.
 ROOM = "NBDIST_ROOM"
 # What a rank imports before it is ready; with a colon, a module's tuple of more modules. The last
@@ -191,9 +192,11 @@ class ShownByProc:
 class Server:
     """Answers the kernel's requests one after the other, and tells how forks end."""
 
-    def __init__(self, connection: Connection, kernel: int) -> None:
-        """Of the connection's other end is the process `kernel`."""
-        self._connection = connection
+    def __init__(self, kernel: int) -> None:
+        """`kernel` is the process at the other end of standard input and output."""
+        self._requests, self._half = os.dup(0), b""  # the half of a request that has come
+        self._answers = os.fdopen(os.dup(1), "w")
+        _redirect(os.devnull)  # what libraries print is no answer
         self._kernel = _Kernel(kernel)
         self._imports = Imports()
         self._environ: dict[str, str] = {}
@@ -214,9 +217,8 @@ class Server:
         signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
         with contextlib.suppress(OSError, ValueError, IndexError):
             self._shown = ShownByProc()
-        self._begin(json.loads(self._connection.recv_bytes()))
         poller = select.poll()
-        for descriptor in (self._connection.fileno(), self._wake[0].fileno()):
+        for descriptor in (self._requests, self._wake[0].fileno()):
             poller.register(descriptor, select.POLLIN | select.POLLHUP)
         self._kernel.register(poller)
         while True:
@@ -228,11 +230,10 @@ class Server:
             with contextlib.suppress(BlockingIOError):
                 self._wake[0].recv(4096)
             self._reap()
-            if self._connection.fileno() in ready:
-                if (argv := self._answer_next()) is not None:
-                    return argv
-                continue
-            self._use_idle_time()
+            if self._requests not in ready:
+                self._use_idle_time()
+            elif (argv := self._answer_all()) is not None:
+                return argv
 
     def _begin(self, request: Mapping[str, Any]) -> None:
         self._environ = dict(request["env"])
@@ -243,7 +244,6 @@ class Server:
         # torch asks NVML then, and not CUDA, which a process must not touch before it forks.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         gc.disable()  # nothing of what is imported goes away again
-        self._asked_s = time.monotonic()
         self._imports.begin(self._wake_up)
 
     def _wake_up(self) -> None:
@@ -271,7 +271,7 @@ class Server:
             self._is_ready = True
             gc.collect()
             self._freeze()
-            self._send({"ready": not self._imports.error})
+            self._send("ready", is_ready=not self._imports.error)
         if not self._imports.is_done and idle_s > RESUME_S:
             self._is_frozen = False
             self._imports.begin(self._wake_up)
@@ -291,31 +291,40 @@ class Server:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 self._forks.discard(pid)
-                self._send({"exit": pid, "code": os.waitstatus_to_exitcode(status)})
+                self._send("exit", pid=pid, code=os.waitstatus_to_exitcode(status))
 
-    def _send(self, answer: Mapping[str, Any]) -> None:
+    def _send(self, event: str, **content: Any) -> None:
         try:
-            self._connection.send_bytes(json.dumps(answer).encode())
+            self._answers.write(MARK + json.dumps({"event": event, **content}) + "\n")
+            self._answers.flush()
         except OSError:
             os._exit(0)  # the kernel has ended
 
-    def _answer_next(self) -> list[str] | None:
-        """Answer the request that has come; in a fork its arguments."""
-        try:
-            request = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
+    def _answer_all(self) -> list[str] | None:
+        """Answer the requests that have come whole; in a fork its arguments."""
+        if not (text := os.read(self._requests, 1 << 16)):
             os._exit(0)
         self._asked_s = time.monotonic()
-        if request["do"] == "check":
-            self._send(self._judge(request))
-        elif request["do"] == "end":
-            self._is_closing = True
-        else:
-            try:
-                return self._fork(request)
-            except OSError as error:
-                self._send({"cannot": str(error), "errno": error.errno})
+        *lines, self._half = (self._half + text).split(b"\n")
+        for request in map(json.loads, lines):
+            value = self._answer(request)
+            if "argv" in value:
+                return list(value["argv"])
+            self._send("answer", id=request["id"], value=value)
         return None
+
+    def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer to a request; in a fork the request."""
+        match request["do"]:
+            case "fork":
+                return self._fork(request)
+            case "check":
+                return self._judge(request)
+            case "begin":
+                self._begin(request)
+            case "end":
+                self._is_closing = True
+        return {}
 
     def _judge(self, request: Mapping[str, Any]) -> dict[str, str]:
         """Why no fork would be what a started rank is; empty where it would."""
@@ -348,23 +357,21 @@ class Server:
             return "an import has made a ZMQ context"
         return ""
 
-    def _fork(self, request: Mapping[str, Any]) -> list[str] | None:
-        """Fork and tell the kernel; in the fork its arguments, once the kernel knows of it.
-
-        Raises:
-            OSError: If the system refuses another process.
-        """
+    def _fork(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fork: the answer to that; in the fork the request, once the kernel knows of it."""
         self._imports.finish_first()
         if why := self._unsafe():
-            self._send({"cannot": why})
-            return None
+            return {"cannot": why}
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                return {"cannot": str(error), "errno": error.errno}
             if pid == 0:
                 ours.close()
                 self._become(request, theirs)
-                return list(request["argv"])
+                return request
             theirs.close()
             ours.settimeout(FORK_DEADLINE_S)
             try:
@@ -374,13 +381,12 @@ class Server:
             if said != b"+":
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                self._send({"cannot": said.decode(errors="replace") or "the fork has ended"})
-                return None
+                return {"cannot": said.decode(errors="replace") or "the fork has ended"}
             self._forks.add(pid)
-            self._send({"pid": pid})
+            self._send("fork", pid=pid)
             with contextlib.suppress(OSError):  # it has been killed just now
                 ours.send(b"+")
-        return None
+        return {"pid": pid}
 
     def _become(self, request: Mapping[str, Any], parent: socket.socket) -> None:
         """Make this fork what a started process is, or end it."""
@@ -391,7 +397,8 @@ class Server:
             self._shown.write(request["argv"], request["env"])
             os.environ.update(request["env"])
             os.setsid()
-            self._connection.close()
+            os.close(self._requests)
+            self._answers.close()
             _reset_signals()
             for end in self._wake:
                 end.close()
@@ -533,14 +540,8 @@ def _gpu_files() -> list[str]:
 def _changed_variable(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """A variable that libraries read at their import, and that is another one now."""
     names = {name for name in (*before, *now) if name.startswith(READ_AT_IMPORT)}
-    return next(
-        (
-            name
-            for name in sorted(names)
-            if before.get(name) != now.get(name) and not name.startswith(TAKEN_OVER)
-        ),
-        "",
-    )
+    read_once = sorted(name for name in names if not name.startswith(TAKEN_OVER))
+    return next((name for name in read_once if before.get(name) != now.get(name)), "")
 
 
 def _stamps(modules: Iterable[Any]) -> dict[str, tuple[int, int]]:
@@ -623,9 +624,7 @@ def _leave(code: int) -> None:
 
 def main() -> None:
     """Serve; in a fork be the rank, the controller or the plain engine that was asked for."""
-    connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)
-    _, option, program, *_ = Server(connection, int(sys.argv[2])).serve()
+    _, option, program, *_ = Server(int(sys.argv[1])).serve()
     if option == "-m":
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  # a string
         runpy.run_module(program, run_name="__main__", alter_sys=True)

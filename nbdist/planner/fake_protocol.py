@@ -1,17 +1,20 @@
-"""What is asked of a run with fake tensors, what comes back, and how both cross a pipe."""
+"""What is asked of a run with fake tensors, what comes back, and how both become text."""
 
 from __future__ import annotations
 
+import base64
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 from nbdist.planner.memory import Memory
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choice import Strategy
 
 NAME = "fake run"
+# A message begins so, as cluster/agent/agent.py has it.
+MARK = "nbdist-agent "
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +66,11 @@ class FakeAnswer:
     problem: str = ""
 
 
-def write(pipe: BinaryIO, value: FakeRequest | FakeAnswer) -> None:
-    """Send a record, and flush the pipe."""
-    pipe.write(pickle.dumps(value))
-    pipe.flush()
+def pack(record: FakeRequest | FakeAnswer) -> str:
+    """A record as text for a line of JSON."""
+    return base64.b64encode(pickle.dumps(record)).decode()
 
 
-def read(pipe: BinaryIO) -> Any:
-    """The next record; None at the end.
-
-    Both ends are processes of the same user and of this package.
-    """
-    try:
-        return pickle.load(pipe)  # noqa: S301
-    except (EOFError, pickle.UnpicklingError):  # nothing more, or half of one
-        return None
+def unpack(text: str) -> Any:
+    """The record; both ends are processes of the same user and of this package."""
+    return pickle.loads(base64.b64decode(text))  # noqa: S301

@@ -19,10 +19,12 @@ import psutil
 import pytest
 
 from nbdist.cluster.agent import agent as agent_program
-from nbdist.cluster.kernel.launchers import agents
+from nbdist.cluster.kernel.launchers import agents, helper_process
 from nbdist.cluster.kernel.launchers.agent_set import END_PROGRAM
 from nbdist.cluster.kernel.launchers.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
+from nbdist.engine import fork_server
 from nbdist.errors import NbdistError
+from nbdist.planner import fake_protocol
 from tests.support import processes
 from tests.support.ranks import until
 
@@ -412,10 +414,15 @@ def test_a_line_without_an_end_fills_no_memory(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is passed over in pieces, and so is what stands in the middle of it."""
-    monkeypatch.setattr(agents, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(helper_process, "LONGEST_LINE", 1000)
     shell = ["sh", "-c", 'head -c 5000 /dev/zero; echo; exec "$@"', "sh", *COMMAND]
 
     assert connect(shell).facts(20).hostname
+
+
+def test_messages_of_all_helpers_begin_alike() -> None:
+    """Two programs that cannot import the agent have its mark as a text of their own."""
+    assert fork_server.MARK == fake_protocol.MARK == agent_program.MARK
 
 
 def test_a_rank_starts_in_no_folder_of_somebody_else(connect: Connect, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ NO_MORE = "import os\nos.environ['NBDIST_PRELOAD'] = '0'"
 NOTICED = """
 import time
 from nbdist.cluster.kernel import rank_server
-while not rank_server._server.has_ended:
+while not rank_server._server.lost:
     time.sleep(0.01)
 """
 LAST_WORDS = """%%distributed
@@ -326,7 +326,7 @@ def test_what_no_fork_could_have_is_another_servers_or_is_said(
     assert why.startswith(f"{folder}/psutil.py shadows ")
     assert same is first
     assert len({server.pid for server in (first, second, third) if server is not None}) == 3
-    assert until(lambda: first.has_ended)
+    assert until(lambda: bool(first.lost))
     assert first.end == ""  # as it was asked to
     (folder / "sitecustomize.py").touch()
     customized, why = obtain({"PYTHONPATH": str(folder)})
@@ -473,7 +473,7 @@ def test_an_idle_server_ends_by_itself(
     rank_server.preload()
     server = rank_server._server
     assert server is not None
-    assert until(lambda: server.has_ended, START_S)
+    assert until(lambda: bool(server.lost), START_S)
     assert server.end == ""
 
 
@@ -534,8 +534,8 @@ def test_a_server_that_ends_while_it_forks_leaves_nothing(
 
     assert first is not None
     assert second is not None
-    assert first.has_ended
-    assert not second.has_ended
+    assert first.lost
+    assert not second.lost
 
 
 GROUPS = Path("/sys/fs/cgroup/pids")

@@ -1,6 +1,5 @@
 """The process that counts with fake tensors: what it answers, and how it ends."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.planner import fake_protocol
 from nbdist.planner.fake import pickle_by_value
 from nbdist.planner.fake.models import PickledModel
 from nbdist.planner.fake_protocol import NAME, Source
@@ -213,15 +211,3 @@ def test_it_ends_with_the_notebook() -> None:
         _, alive = psutil.wait_procs([child], timeout=60)
 
     assert alive == []
-
-
-def test_records_cross_a_pipe() -> None:
-    """Whole ones; half of one is the end."""
-    ours, theirs = os.pipe()
-    sent = fake_protocol.FakeAnswer(problem="why")
-    with os.fdopen(theirs, "wb") as into:
-        fake_protocol.write(into, sent)
-        into.write(b"\x01\x02")
-    with os.fdopen(ours, "rb") as out:
-        assert fake_protocol.read(out) == sent
-        assert fake_protocol.read(out) is None

@@ -20,6 +20,7 @@ from nbdist.cluster.kernel import ipp_launchers, run_dir
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine
 from nbdist.cluster.kernel.launchers.agents import SILENT_S
+from nbdist.cluster.kernel.launchers.helper_process import exit_words
 from nbdist.errors import StartError
 from nbdist.rpc.kernel import sigint
 
@@ -68,14 +69,7 @@ class Exit:
 
     @property
     def _code(self) -> str:
-        if self.code is None:
-            return "unknown exit code"
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            return f"signal {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"signal {-self.code}"
+        return "unknown exit code" if self.code is None else exit_words(self.code)
 
 
 def is_own(candidate: Any) -> bool:

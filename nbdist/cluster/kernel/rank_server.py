@@ -9,18 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +23,7 @@ import psutil
 
 from nbdist.cluster import nccl_env
 from nbdist.cluster.agent import guardian
+from nbdist.cluster.kernel.launchers.helper_process import HelperProcess, exit_words
 from nbdist.errors import StartError
 
 PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "fork_server.py"
@@ -87,8 +83,11 @@ class ForkedProcess:
             self.note_end(None)
 
 
-class RankServer:
+class RankServer(HelperProcess):
     """A running server; of this process alone, not of its forks."""
+
+    lost_error = ServerError
+    keeps_words = False
 
     def __init__(self, env: Mapping[str, str]):
         """Start it; it imports at low priority until somebody waits for it.
@@ -96,53 +95,20 @@ class RankServer:
         Raises:
             OSError: If the system refuses another process.
         """
-        env = {**env, **nccl_env.at_import(env)}
-        ours, theirs = socket.socketpair()
-        with theirs:
-            words = [sys.executable, "-P", str(PROGRAM), str(theirs.fileno()), str(os.getpid())]
-            try:
-                self._process = subprocess.Popen(  # noqa: S603  # our own program
-                    [*words, " " * ROOM_IN_ARGS],
-                    env={**env, ROOM: " " * ROOM_IN_ENVIRON},
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # an interrupt in a terminal is not for it
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self._connection = Connection(ours.detach())
-        self._asking = threading.Lock()
-        self._asked: deque[Future[dict[str, Any]]] = deque()  # answers come in this order
         self._forks: dict[int, ForkedProcess] = {}
         self.owner = os.getpid()
         self._code: int | None = None  # its exit code, once it has ended
         # Whether nothing is left to be imported: it forks at once.
         self.is_ready = False
-        self._send({"env": dict(env), "sys_path": text_path()})
-        threading.Thread(target=self._listen, name="nbdist-rank-server", daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has, wanted or not."""
-        return self._code is not None
+        env = {**env, **nccl_env.at_import(env)}
+        command = [sys.executable, "-P", str(PROGRAM), str(os.getpid()), " " * ROOM_IN_ARGS]
+        super().__init__("rank-server", command, {**env, ROOM: " " * ROOM_IN_ENVIRON})
+        self.ask("begin", env=env, sys_path=text_path())
 
     @property
     def end(self) -> str:
         """How it ended where nobody wanted that; "" while it runs."""
-        return self._how if self._code else ""
-
-    @property
-    def _how(self) -> str:
-        code = self._code or 0
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return exit_words(self._code) if self._code else ""
 
     @property
     def has_forks(self) -> bool:
@@ -159,10 +125,9 @@ class RankServer:
             ServerError: If it has ended, or does not answer in time.
         """
         env = {**env, **nccl_env.at_import(env)}
-        request = {"do": "check", "env": env, "sys_path": list(sys_path), "cwd": _folder()}
-        asked = asyncio.wrap_future(self._ask(request))
+        asked = self.ask("check", env=env, sys_path=list(sys_path), cwd=_folder())
         try:
-            return await asyncio.wait_for(asked, IMPORT_DEADLINE_S)
+            return await asyncio.wait_for(asyncio.wrap_future(asked), IMPORT_DEADLINE_S)
         except TimeoutError as error:
             raise ServerError(self._late("had not imported torch", IMPORT_DEADLINE_S)) from error
 
@@ -175,82 +140,53 @@ class RankServer:
             StartError: If the system refuses another process, or the server ends meanwhile.
             ServerError: If it must not fork, which it has looked at.
         """
-        asked = self._ask(
-            {
-                "do": "fork",
-                "argv": list(argv),
-                "env": dict(env),
-                "cwd": os.path.abspath(cwd),  # noqa: PTH100  # of a folder that is gone too
-                "output_file": output_file,
-                "sys_path": text_path(),
-                "inherited": _inherited(),
-            }
+        asked = self.ask(
+            "fork",
+            argv=list(argv),
+            env=dict(env),
+            cwd=os.path.abspath(cwd),  # noqa: PTH100  # of a folder that is gone too
+            output_file=output_file,
+            sys_path=text_path(),
+            inherited=_inherited(),
         )
         try:
             answer = asked.result(FORK_DEADLINE_S)
         except TimeoutError as error:
-            asked.cancel()
+            asked.add_done_callback(self._end_late_fork)
             raise ServerError(self._late("has not forked", FORK_DEADLINE_S)) from error
         if answer.get("errno") in NO_ROOM:
             raise StartError(f"no process could be forked ({answer['cannot']}{_limit(self.pid)})")
         if "pid" not in answer:
             raise ServerError(answer["cannot"])
-        process: ForkedProcess = answer["process"]
-        return process
+        return self._forks[answer["pid"]]
 
     def close(self) -> None:
         """Let it end as soon as all of its forks have."""
-        self._send({"do": "end"})
-
-    def _ended(self) -> ServerError:
-        return ServerError(f"the server process {self.pid} ended ({self._how})")
+        self.ask("end")
 
     def _late(self, what: str, deadline_s: float) -> str:
         return f"the server process {self.pid} {what} after {deadline_s:.0f} s"
 
-    def _ask(self, request: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        future: Future[dict[str, Any]] = Future()
-        with self._asking:
-            if self.has_ended:
-                future.set_exception(self._ended())
-            else:
-                self._asked.append(future)
-                self._send(request)
-        return future
+    def _end_late_fork(self, asked: Future[dict[str, Any]]) -> None:
+        """End a fork that nobody waits for any more."""
+        if asked.exception() is None and "pid" in asked.result():
+            self._forks[asked.result()["pid"]].send_signal(signal.SIGKILL)
 
-    def _send(self, request: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which `_listen` tells
-            self._connection.send_bytes(json.dumps(request).encode())
+    def _take(self, event: str, content: dict[str, Any]) -> None:
+        if event == "fork":  # before the answer: no end is told of one that is not known yet
+            self._forks[content["pid"]] = ForkedProcess(content["pid"])
+        elif event == "exit":
+            self._forks[content["pid"]].note_end(content["code"])
+        elif event == "ready":
+            self.is_ready = content["is_ready"]
 
-    def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                answer = json.loads(self._connection.recv_bytes())
-                if "exit" in answer:
-                    self._forks.pop(answer["exit"]).note_end(answer["code"])
-                elif "ready" in answer:
-                    self.is_ready = answer["ready"]
-                else:
-                    self._take(answer)
-        code = self._process.wait()
-        with self._asking:
-            self._code = code
-        for future in self._asked:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(self._ended())
+    def _take_end(self) -> None:
+        self._code = self._process.wait()
+        self._lose(f"the server process {self.pid} ended ({exit_words(self._code)})")
         while orphans := [fork for fork in list(self._forks.values()) if fork.is_running()]:
             for fork in orphans:
                 fork.note_orphan_end()
             time.sleep(ORPHAN_POLL_S)
-
-    def _take(self, answer: dict[str, Any]) -> None:
-        if "pid" in answer:  # here, so that no end is told of one that is not known yet
-            answer["process"] = self._forks[answer["pid"]] = ForkedProcess(answer["pid"])
-        future = self._asked.popleft()
-        if future.set_running_or_notify_cancel():
-            future.set_result(answer)
-        elif "process" in answer:  # nobody waits for it any more
-            answer["process"].send_signal(signal.SIGKILL)
 
 
 _server: RankServer | None = None
@@ -304,7 +240,7 @@ async def obtain(env: Mapping[str, str], sys_path: Sequence[str]) -> RankServer 
 
 def is_ready() -> bool:
     """Whether a fork would wait for no import."""
-    return _server is not None and _server.is_ready and not _server.has_ended
+    return _server is not None and _server.is_ready and not _server.lost
 
 
 def why_not() -> str:
@@ -334,7 +270,7 @@ def _current(env: Mapping[str, str]) -> RankServer:
     global _server  # noqa: PLW0603
     with _lock:
         # That of a process which has forked this one is not to be shared.
-        if _server is None or _server.has_ended or _server.owner != os.getpid():
+        if _server is None or _server.lost or _server.owner != os.getpid():
             _server = RankServer(env)
         return _server
 

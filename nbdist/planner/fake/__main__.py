@@ -6,6 +6,7 @@ however that ends.
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import sys
@@ -18,7 +19,7 @@ from nbdist.planner import fake_protocol
 
 def main() -> None:
     """Answer until stdin ends."""
-    answers = os.fdopen(os.dup(1), "wb")
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     requests: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
@@ -28,16 +29,22 @@ def main() -> None:
     process_group.stand_in()
     source: Any = None
     while True:
-        request = requests.get()
+        number, request = requests.get()
         source = request.source or source
-        fake_protocol.write(answers, run.answer(request, source))
+        answer = fake_protocol.pack(run.answer(request, source))
+        message = json.dumps({"event": "answer", "id": number, "value": answer})
+        answers.write(f"{fake_protocol.MARK}{message}\n")
+        answers.flush()
 
 
 def _listen(requests: queue.Queue[Any]) -> None:
     """Pass on what comes; without the notebook there is nobody to answer, even amid a run."""
-    while (request := fake_protocol.read(sys.stdin.buffer)) is not None:
-        requests.put(request)
-    os._exit(0)
+    try:
+        for line in sys.stdin:
+            message = json.loads(line)
+            requests.put((message["id"], fake_protocol.unpack(message["request"])))
+    finally:  # after half of a line as well
+        os._exit(0)
 
 
 if __name__ == "__main__":

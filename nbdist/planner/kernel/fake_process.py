@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
-from nbdist.errors import OptionError
+from nbdist.cluster.kernel.launchers.helper_process import HelperProcess
+from nbdist.errors import NbdistError, OptionError
 from nbdist.planner import fake_protocol
 from nbdist.planner.fake_protocol import FakeAnswer, FakeRequest, Source
 from nbdist.planner.memory import Memory, memory_of
@@ -27,11 +23,22 @@ RUN_S = 300.0
 _LAST = 300  # characters of what the process has written before it ended
 
 
+class _FakeProcess(HelperProcess):
+    def __init__(self) -> None:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        super().__init__("fake", [sys.executable, "-m", "nbdist.planner.fake"], environment)
+
+    def _take_end(self) -> None:
+        code = f"exit code {self._process.wait()}"
+        last = self.words()[-_LAST:].rpartition("\n")[2]
+        self._lose(f"the process of the fake run ended ({', '.join(filter(None, [code, last]))})")
+
+
 class FakeEngine:
     """What counts memory for planner.plan.plan by a run; a context manager.
 
-    The process is started by the first case, reads its questions from a pipe, and ends when that
-    does: with this object, or with the notebook, however that ends.
+    The process is started by the first case, and ends when its standard input does: with this
+    object, or with the notebook, however that ends.
     """
 
     def __init__(
@@ -52,10 +59,7 @@ class FakeEngine:
         self._otherwise = otherwise
         self._limit_s = limit_s
         self._progress = progress
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: Any = None
-        self._listener: threading.Thread | None = None
-        self._answers: queue.Queue[FakeAnswer | None] = queue.Queue()
+        self._process: _FakeProcess | None = None
         self._ended = problem
 
     def __enter__(self) -> Self:
@@ -79,15 +83,8 @@ class FakeEngine:
 
     def close(self) -> None:
         """End the process. Twice is harmless."""
-        if self._process is None:
-            return
-        self._process.kill()
-        self._process.wait()
-        if self._listener is not None:
-            self._listener.join()  # it reads the end of the pipe
-        for pipe in (self._process.stdin, self._process.stdout, self._log):
-            with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
+        if self._process is not None:
+            self._process.kill()
         self._process = None
 
     def _ask(self, request: FakeRequest) -> FakeAnswer:
@@ -95,53 +92,25 @@ class FakeEngine:
             return FakeAnswer(problem=self._ended)
         self._progress(described(request.choice))
         try:
-            process = self._process or self._start()
-            assert process.stdin is not None
-            fake_protocol.write(process.stdin, request)  # type: ignore[arg-type]
+            asked = self._start().ask("run", request=fake_protocol.pack(request))
             self._source = None
-            answer = self._answers.get(timeout=self._limit_s)
-        except queue.Empty:
+            text = asked.result(self._limit_s)
+        except TimeoutError:
             self._ended = f"the process of the fake run did not answer within {self._limit_s:.0f} s"
-            answer = None
-        except OSError:  # it ended before it read
-            answer = None
+        except (NbdistError, OSError) as error:
+            self._ended = str(error)
         except BaseException:  # interrupted: what it answers later belongs to nothing
             self.close()
             raise
-        if answer is None:
-            self._ended = self._ended or self._end()
-            self.close()
-            return FakeAnswer(problem=self._ended)
-        return answer
+        else:
+            answer: FakeAnswer = fake_protocol.unpack(text)
+            return answer
+        self.close()
+        return FakeAnswer(problem=self._ended)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "nbdist.planner.fake"],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,  # an interrupt in a terminal is the notebook's
-        )
-        self._listener = threading.Thread(
-            target=self._listen, args=(self._process.stdout,), daemon=True, name="nbdist-fake"
-        )
-        self._listener.start()
+    def _start(self) -> _FakeProcess:
+        self._process = self._process or _FakeProcess()
         return self._process
-
-    def _listen(self, pipe: Any) -> None:
-        with contextlib.suppress(ValueError, OSError):  # closed
-            while (answer := fake_protocol.read(pipe)) is not None:
-                self._answers.put(answer)
-        self._answers.put(None)
-
-    def _end(self) -> str:
-        assert self._process is not None
-        code = f"exit code {self._process.wait()}"
-        self._log.seek(0)
-        last = self._log.read().decode(errors="replace").strip()[-_LAST:].rpartition("\n")[2]
-        return f"the process of the fake run ended ({', '.join(filter(None, [code, last]))})"
 
 
 def complete(estimate: Memory, answer: FakeAnswer, model: ModelShape) -> Memory:

@@ -13,8 +13,6 @@ import queue
 import re
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +24,7 @@ from typing import Any
 from nbdist.cluster.agent import agent, guardian
 from nbdist.cluster.agent.agent import GONE
 from nbdist.cluster.hosts import HostFacts
+from nbdist.cluster.kernel.launchers.helper_process import HelperProcess
 from nbdist.core.typed_json import Misfit, Value
 from nbdist.errors import NbdistError
 
@@ -39,10 +38,7 @@ SILENT_S = 5.0
 STOP_S = 8.0
 # How long an agent that keeps its ranks is looked for when they are to end.
 FIND_S = 5.0
-# What the process that carries the connection says for itself: ssh's or srun's own words.
-WORDS_BYTES = 4000
 # What a host sends is believed as far as an agent could have sent it.
-LONGEST_LINE = 1 << 25
 RANK_FILE = re.compile(r"(boxes/)?([a-z]+\.)?[0-9]+")
 
 
@@ -67,8 +63,8 @@ class AgentLost(NbdistError):
     """A host's agent cannot be reached any more; the message says how that was noticed."""
 
 
-class HostAgent:
-    """A connection to the agent of one host.
+class HostAgent(HelperProcess):
+    """A connection to the agent of one host, by the process that carries it.
 
     Its callbacks are called in a thread of its own.
 
@@ -77,8 +73,9 @@ class HostAgent:
         is_kept: It waits for another kernel when this one hangs up, or is not heard.
         on_exit: Called with the end of each rank.
         on_lost: Called once, with the reason, when the host cannot be reached any more.
-        lost: That reason; empty as long as the host is heard.
     """
+
+    lost_error = AgentLost
 
     def __init__(
         self,
@@ -97,40 +94,14 @@ class HostAgent:
         self.host = host
         self.on_exit: Callable[[RankExit], object] = lambda _: None
         self.on_lost: Callable[[str], object] = lambda _: None
-        self.lost = ""
         self.folder = folder
         self.is_kept = False
         self._is_relay = bool(folder)
         self._facts: Future[HostFacts] = Future()
-        self._answers: dict[int, Future[Any]] = {}
-        self._number = 0
-        self._lock = threading.Lock()
-        self._is_stopping = self._is_leaving = False
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the connection ends
-        self._last_words = ""
-        self._began_s = self._heard_s = time.monotonic()
-        try:
-            self._process = subprocess.Popen(  # noqa: S603  # ssh, srun or this Python
-                list(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._words,
-                env=dict(environment),
-                start_new_session=True,
-                bufsize=0,
-            )
-        except OSError:
-            self._words.close()
-            raise
+        self._is_stopping = False
+        self._began_s = self._woke_s = time.monotonic()
+        super().__init__(host, command, environment)
         self._outbox.put(_program(folder))
-        for work in (self._read, self._write):
-            threading.Thread(target=work, name=f"agent-{host}", daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        """The process on this machine that carries the connection."""
-        return self._process.pid
 
     def facts(self, deadline_s: float) -> HostFacts:
         """What the host is.
@@ -159,83 +130,63 @@ class HostAgent:
             self._lose(reason)
             raise AgentLost(reason) from None
 
-    def ask(self, do: str, **arguments: Any) -> Future[Any]:
-        """The agent's answer to a command; see nbdist.cluster.agent.agent for the commands."""
-        future: Future[Any] = Future()
-        with self._lock:
-            if self.lost:
-                future.set_exception(AgentLost(self.lost))
-                return future
-            self._number += 1
-            self._answers[self._number] = future
-            command = {"id": self._number, "do": do, **arguments}
-        self._outbox.put(json.dumps(command).encode() + b"\n")
-        return future
-
-    def words(self) -> str:
-        """What ssh or srun has written to its standard error so far: the last of it."""
-        with contextlib.suppress(ValueError):  # closed: what it was then
-            size = os.fstat(self._words.fileno()).st_size
-            words = os.pread(self._words.fileno(), WORDS_BYTES, max(0, size - WORDS_BYTES))
-            self._last_words = words.decode("utf-8", "replace").strip()
-        return self._last_words
-
     def stop(self, deadline_s: float = STOP_S) -> bool:
         """Let the agent end its ranks and itself; False where it was not seen to end."""
         was_lost, self._is_stopping = bool(self.lost), True
+        # In words: a child that the user's code has forked may hold the pipe open.
+        self._outbox.put(b"stop\n")
         self._outbox.put(None)
         try:
             # Where no agent has come yet, ssh would go on trying.
             self._process.wait(deadline_s if self._facts.done() else 0.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
             return False
         return not was_lost
 
     def leave(self) -> None:
         """Hang up; an agent that keeps its ranks goes on without this kernel."""
-        self._is_stopping = self._is_leaving = True
+        self._is_stopping = True
         self._outbox.put(None)
 
-    def _write(self) -> None:
-        """Send what is asked, and a beat when there is nothing; look whether the host is silent."""
-        assert self._process.stdin is not None
-        woke_s = time.monotonic()
-        with contextlib.suppress(BrokenPipeError), self._process.stdin:
-            while not self.lost:
-                try:
-                    content = self._outbox.get(timeout=BEAT_S)
-                except queue.Empty:
-                    content = b'{"id": 0, "do": "beat"}\n' if self._facts.done() else b""
-                if content is None:
-                    if not self._is_leaving:
-                        # In words: a child that the user's code has forked may hold the pipe open.
-                        self._process.stdin.write(b"stop\n")
-                    return
-                while content:
-                    content = content[self._process.stdin.write(content) :]
-                # A kernel that was stopped itself has heard nobody: it listens first.
-                if time.monotonic() - woke_s > 2 * BEAT_S:
-                    self._heard_s = time.monotonic()
-                woke_s = time.monotonic()
-                self._look()
-
-    def _look(self) -> None:
-        silent_s = time.monotonic() - self._heard_s
+    def _next(self) -> bytes | None:
+        """What is asked, and a beat when there is nothing; look whether the host is silent."""
+        # A kernel that was stopped itself has heard nobody: it listens first.
+        now_s = time.monotonic()
+        if now_s - self._woke_s > 2 * BEAT_S:
+            self._heard_s = now_s
+        self._woke_s = now_s
+        silent_s = now_s - self._heard_s
         if self._facts.done() and silent_s > SILENT_S:
             self._lose(f"nothing was heard from it for {silent_s:.0f} s")
+            return None
+        try:
+            return self._outbox.get(timeout=BEAT_S)
+        except queue.Empty:
+            return b'{"id": 0, "do": "beat"}\n' if self._facts.done() else b""
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        mark = agent.MARK.encode()
-        with self._process.stdout as stream:
-            reader = os.fdopen(os.dup(stream.fileno()), "rb")
-            with reader:
-                for line in iter(lambda: reader.readline(LONGEST_LINE), b""):
-                    self._heard_s = time.monotonic()
-                    if line.startswith(mark):
-                        self._take_line(line[len(mark) :])
+    def _take_line(self, line: bytes) -> None:
+        try:
+            super()._take_line(line)
+        except (Misfit, ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
+            self._lose(f"it has sent what no agent sends ({type(error).__name__}: {error})")
+
+    def _take(self, event: str, content: dict[str, Any]) -> None:
+        if event == "exit":
+            files = {
+                name: _unpack(name, text)
+                for name, text in Value(content.pop("files"), "files").mapping().items()
+            }
+            self.on_exit(replace(Value(content, event).record(RankExit), files=files))
+        elif event == "lost":
+            self._lose(str(content["reason"]))
+        elif event == "hello" and not self._facts.done():
+            now_s, trip_s = time.time(), time.monotonic() - self._began_s
+            facts = Value(content, event).record(HostFacts)
+            offset_s = facts.clock_s - (now_s - trip_s / 2)
+            self._facts.set_result(replace(facts, offset_s=offset_s, round_trip_s=trip_s))
+
+    def _take_end(self) -> None:
         try:
             code = self._process.wait(SILENT_S)
         except subprocess.TimeoutExpired:
@@ -243,57 +194,18 @@ class HostAgent:
             code = self._process.wait()
         end = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._lose(f"the connection ended ({end}). {self.words()}".rstrip())
-        self._words.close()
 
-    def _take_line(self, line: bytes) -> None:
-        try:
-            self._take(dict(Value(json.loads(line), "a message").mapping()))
-        except (Misfit, ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
-            self._lose(f"it has sent what no agent sends ({type(error).__name__}: {error})")
-
-    def _take(self, message: dict[str, Any]) -> None:
-        event = message.pop("event")
-        if event == "answer" and message["id"]:
-            self._settle(**message)
-        elif event == "exit":
-            files = {
-                name: _unpack(name, text)
-                for name, text in Value(message.pop("files"), "files").mapping().items()
-            }
-            self.on_exit(replace(Value(message, event).record(RankExit), files=files))
-        elif event == "lost":
-            self._lose(str(message["reason"]))
-        elif event == "hello" and not self._facts.done():
-            now_s, trip_s = time.time(), time.monotonic() - self._began_s
-            facts = Value(message, event).record(HostFacts)
-            offset_s = facts.clock_s - (now_s - trip_s / 2)
-            self._facts.set_result(replace(facts, offset_s=offset_s, round_trip_s=trip_s))
-
-    def _settle(self, id: int, value: Any = None, error: str = "") -> None:  # noqa: A002
-        with self._lock:
-            future = self._answers.pop(id, None)
-        if future is None:
-            return
-        if error:
-            future.set_exception(NbdistError(f"{self.host}: {error}"))
-        else:
-            future.set_result(value)
-
-    def _lose(self, reason: str) -> None:
-        with self._lock:
-            if self.lost:
-                return
-            self.lost = reason
-            waiting = [*self._answers.values(), self._facts]
-            self._answers.clear()
-        for future in waiting:
-            with contextlib.suppress(InvalidStateError):  # the facts are there
-                future.set_exception(AgentLost(reason))
+    def _lose(self, reason: str) -> bool:
+        if not super()._lose(reason):
+            return False
+        with contextlib.suppress(InvalidStateError):  # the facts are there
+            self._facts.set_exception(AgentLost(reason))
         if not self._is_stopping:
             # A step of Slurm ends with the srun that has started it, and its ranks with the step.
             if self._is_relay or not self.is_kept:
                 self._process.kill()
             self.on_lost(reason)
+        return True
 
 
 def _unpack(name: str, packed: str) -> bytes:
