@@ -100,12 +100,20 @@ demo: $(INSTALLED) | build/settings
 WORKERS ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -ge 2 && echo 2)
 side_by_side = $(if $(1),-n $(1) --dist loadfile)
 
-# Style and types are those of the pinned torch.
-test: $(INSTALLED)
-	@times=; for part in $(if $(TORCH),,lint types) unit notebooks; do \
-	  began=$$(date +%s); $(MAKE) --no-print-directory $$part || exit; \
-	  times="$$times$$part $$(($$(date +%s) - began)) s, "; \
-	done; echo "Passed: $${times%, }."
+# The browser tests drive JupyterLab, so it comes along where there is a browser.
+BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+timed = began=$$(date +%s); $(MAKE) --no-print-directory $(1) || exit; times="$${times}$(1) $$(($$(date +%s) - began)) s, "
+
+# Style and types are those of the pinned torch. mypy is one process for a minute, so it runs beside
+# the first tests; what it says comes after them.
+test: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED))
+	@mkdir -p build; times=; \
+	$(if $(TORCH),,$(call timed,lint); $(MAKE) --no-print-directory types >build/types.log 2>&1 & types=$$!;) \
+	$(call timed,unit); \
+	$(if $(TORCH),,wait $$types || { cat build/types.log; exit 1; };) \
+	$(call timed,notebooks); \
+	echo "Passed: $${times%, }$(if $(TORCH),, (types beside unit))."
 
 # nbval is for notebooks: where JupyterLab is installed its import takes each process two seconds.
 PYTEST = $(PY) -m pytest -p no:nbval
@@ -123,11 +131,8 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(PY) -m mypy
 
-# The browser tests drive JupyterLab, so it comes along where there is a browser.
-BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
-
 unit: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED)) | build/settings
-	$(PYTEST) $(call side_by_side,$(WORKERS)) tests
+	$(PYTEST) $(call side_by_side,$(WORKERS)) --no-loadscope-reorder tests
 
 # -m "" takes what `make test` leaves out as well. The table is made anew from a run that passed.
 FAULTS := $(CURDIR)/build/faults.jsonl

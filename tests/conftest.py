@@ -39,12 +39,17 @@ os.environ.pop("NBDIST_TEST", None)  # outputs are stored only where a test says
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks, and skip what this machine cannot run, with the reason."""
+    """Mark what starts ranks, and skip what this machine cannot run, with the reason.
+
+    Files that start ranks come first: several workers end together if what is left is short.
+    """
     for item in items:
         if isinstance(item, pytest.Function) and _starts_ranks(item):
             item.add_marker(pytest.mark.ranks)
         if reason := _skip_reason(item):
             item.add_marker(pytest.mark.skip(reason=reason))
+    with_ranks = {item.path for item in items if item.get_closest_marker("ranks")}
+    items.sort(key=lambda item: item.path not in with_ranks)
 
 
 def pytest_collection_finish() -> None:
