@@ -29,13 +29,13 @@ _NOT_BACK = (
 )
 
 save_training_state: RankFunction[[], tuple[str, ...]] = RankFunction(
-    "nbdist.comparison.rank:save_training_state"
+    "nbdist.switch.rank.saved_state:save_training_state"
 )
 clear_new_variables: RankFunction[[], None] = RankFunction(
     "nbdist.comparison.rank:clear_new_variables"
 )
 restore_training_state: RankFunction[[], None] = RankFunction(
-    "nbdist.comparison.rank:restore_training_state"
+    "nbdist.switch.rank.saved_state:restore_training_state"
 )
 discard_training_state: RankFunction[[], None] = RankFunction(
     "nbdist.comparison.rank:discard_training_state"

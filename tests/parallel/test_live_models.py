@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import process_groups, reset_models
-from nbdist.parallel.live import live_models
+from nbdist.parallel.live import live_models, training_step
 from nbdist.parallel.reshard import sync_model
-from nbdist.planner.rank import describe_model
 from nbdist.rpc.rank import namespace
 from tests.programs.rank import everyone, is_new, rank, refusal, say, total, user, wait_for
 from tests.support.torch_ranks import TorchRanks, on_ranks, run_ranks
@@ -254,7 +253,7 @@ def test_odd_objects_in_variables_run_no_code_of_theirs(monkeypatch: pytest.Monk
     ]  # fmt: skip
     assert list(live_models.user_modules()) == ["half", "model"]
     assert live_models.names([user["half"]]) == {id(user["half"]): "half"}
-    assert describe_model.optimizer_of(model, None) is optimizer
+    assert training_step.optimizer_of(model, None) is optimizer
     assert list(namespace.values_of(torch.optim.Optimizer)) == ["optimizer"]
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from nbdist.engine import error_notes
 from nbdist.errors import OptionError
 from nbdist.parallel.libraries import quantized
+from nbdist.parallel.live.training_step import is_language_model
 from nbdist.parallel.sequence import split_sequence
 from nbdist.parallel.tp import tp
-from nbdist.planner.fake.models import is_language_model
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout, owners
 from tests.programs.parity import build_alone

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nbdist.planner.fake import pickle_by_value, process_group, run
+from nbdist.errors import OptionError
+from nbdist.parallel.live import training_step
+from nbdist.planner.fake import pickle_by_value, process_group
 from nbdist.planner.fake.models import PickledModel
 from nbdist.planner.fake.optimizers import stepped_bytes
 from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
@@ -236,7 +238,7 @@ def test_a_loss_is_found() -> None:
 
     tensor = torch.ones(2, 3)
 
-    assert run.loss_of(Output()) is Output.loss
-    assert run.loss_of((None, {"x": tensor})).item() == 1.0
-    with pytest.raises(process_group.CannotRun, match="no tensor"):
-        run.loss_of({"text": "a"})
+    assert training_step.loss_of(Output()) is Output.loss
+    assert training_step.loss_of((None, {"x": tensor})).item() == 1.0
+    with pytest.raises(OptionError, match="returned a dict without a tensor"):
+        training_step.loss_of({"text": "a"})

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nbdist.parallel.libraries.peft_layers import inner_model
+from nbdist.parallel.live.training_step import is_language_model
 from nbdist.planner.fake import pickle_by_value
 from nbdist.planner.fake.process_group import CannotRun, never_packed
 from nbdist.planner.fake_protocol import Source
@@ -88,14 +88,6 @@ def _unpickled(source: Source, load: Workload) -> MetaModel:
     if is_language_model(sent.model):
         return MetaModel(sent.model, lambda: _tokens(load), optimizer)
     return MetaModel(sent.model, None, optimizer)
-
-
-def is_language_model(model: torch.nn.Module) -> bool:
-    """Whether a model is one of transformers that takes tokens and labels, inside of PEFT's too."""
-    inner = inner_model(model)
-    name = type(inner).__name__
-    is_causal = "ForCausalLM" in name or "LMHead" in name
-    return is_causal and hasattr(getattr(inner, "config", None), "vocab_size")
 
 
 def _tokens(load: Workload) -> tuple[tuple[Any, ...], dict[str, Any]]:

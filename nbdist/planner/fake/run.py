@@ -18,6 +18,7 @@ from nbdist.parallel.base.transform import ModelBuild
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.live import build
 from nbdist.parallel.live.build import Built
+from nbdist.parallel.live.training_step import loss_of
 from nbdist.planner.fake import models
 from nbdist.planner.fake.models import MetaModel
 from nbdist.planner.fake.optimizers import stepped_bytes
@@ -249,7 +250,7 @@ def _step(
     no_sync = getattr(outer, "no_sync", None) or functools.partial(fsdp.no_sync, built.job.root)
     for number in range(times):
         with no_sync() if number < times - 1 else contextlib.nullcontext():
-            loss = loss_of(outer(*args, **kwargs))
+            loss = _loss_of(outer(*args, **kwargs))
             activation_bytes = activation_bytes or counter.live_bytes - counter.gathered_bytes
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -257,17 +258,8 @@ def _step(
     return activation_bytes
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """What backward begins with: the output's loss, or the mean of its first tensor.
-
-    Raises:
-        CannotRun: There is no tensor in it.
-    """
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output)  # noqa: SLF001
-               if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]  # fmt: skip
-    if not tensors:
-        raise CannotRun("its output has no tensor to start backward from")
-    return tensors[0] if not tensors[0].ndim else tensors[0].float().mean()
+def _loss_of(output: Any) -> torch.Tensor:
+    try:
+        return loss_of(output)
+    except OptionError as error:
+        raise CannotRun("its output has no tensor to start backward from") from error

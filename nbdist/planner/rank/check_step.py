@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from nbdist.errors import OptionError
 from nbdist.parallel.base.tensors import local_of
 from nbdist.parallel.base.training_state import (
     generators,
@@ -22,9 +20,8 @@ from nbdist.parallel.base.training_state import (
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.live import registry
 from nbdist.parallel.live.prepared import Prepared
+from nbdist.parallel.live.training_step import inputs_of, optimizer_of, random_tokens
 from nbdist.planner.check import MeasuredMemory
-from nbdist.planner.fake.models import is_language_model
-from nbdist.planner.rank import describe_model
 from nbdist.planner.rank.measure_step import StepSubject, measure_step
 from nbdist.rpc.rank import namespace
 
@@ -35,7 +32,7 @@ def check_step(name: str, inputs: str, batch: int, sequence: int) -> MeasuredMem
     Values, gradients, the optimizer's state and settings, random generators and modes are put
     back bit by bit; the user's optimizer steps, and no scheduler does.
 
-    `name` and `inputs` are as for describe_model.describe_model, `batch` and `sequence` those of
+    `name` and `inputs` are as for planner.rank.describe_model, `batch` and `sequence` those of
     random tokens, for a language model that is called with nothing else.
 
     Raises:
@@ -46,33 +43,13 @@ def check_step(name: str, inputs: str, batch: int, sequence: int) -> MeasuredMem
     prepared = registry.prepared_of(model)
     base = model if prepared is None else prepared.base
     outer = model if prepared is None else prepared.outer
-    optimizer = describe_model.optimizer_of(base, prepared)
-    args, kwargs = describe_model.inputs_of(inputs)
+    optimizer = optimizer_of(base, prepared)
+    args, kwargs = inputs_of(inputs)
     if args is None:
         args, kwargs = random_tokens(base, batch, sequence)
     with _values_put_back(base, prepared, optimizer):
         base.train()
         return measure_step(StepSubject(outer, base, optimizer, args, dict(kwargs)))
-
-
-def random_tokens(
-    base: torch.nn.Module, batch: int, sequence: int, seed: int = 0
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a language model of transformers is called with: (args, kwargs).
-
-    Raises:
-        OptionError: It is another model, and nobody knows what it is called with.
-    """
-    if not is_language_model(base):
-        raise OptionError(
-            f"The inputs of {type(base).__name__} are not known. Name a variable that holds them "
-            "with --inputs: a tensor, a tuple, or a dict of keyword arguments."
-        )
-    generator = torch.Generator().manual_seed(seed)
-    words = base.config.vocab_size  # type: ignore[union-attr]
-    tokens = torch.randint(0, int(words), (batch, sequence), generator=generator)  # type: ignore[arg-type]
-    tokens = tokens.to(registry.device())
-    return (), {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from nbdist.errors import OptionError
 from nbdist.parallel.base.blocks import candidates, find_blocks
 from nbdist.parallel.ep.experts import find_experts
 from nbdist.parallel.live import build, registry
+from nbdist.parallel.live.training_step import inputs_of, is_language_model, optimizer_of
 from nbdist.planner.fake import pickle_by_value
-from nbdist.planner.fake.models import PickledModel, is_language_model
+from nbdist.planner.fake.models import PickledModel
 from nbdist.planner.fake_protocol import Source
 from nbdist.planner.live_model import LiveModel, ParameterKind
 from nbdist.planner.shape.transformer import Lora
@@ -97,32 +98,6 @@ def describe(
         )
 
 
-def inputs_of(name: str) -> tuple[tuple[Any, ...] | None, Mapping[str, Any]]:
-    """Arguments and keyword arguments in a variable; None and nothing without a name.
-
-    Raises:
-        OptionError: There is no such variable, or no tensor in it.
-    """
-    if not name:
-        return None, {}
-    variables = namespace.everything()
-    if name not in variables:
-        raise OptionError(
-            f"--inputs {name}: there is no such variable on the ranks. Name one that holds "
-            "the model's inputs: a tensor, a tuple, or a dict of keyword arguments."
-        )
-    value = variables[name]
-    if isinstance(value, Mapping):
-        return (), dict(value)
-    args = tuple(value) if isinstance(value, tuple | list) else (value,)
-    if not any(isinstance(argument, torch.Tensor) for argument in args):
-        raise OptionError(
-            f"--inputs {name} holds a {type(value).__name__} without a tensor. Name a tensor, a "
-            "tuple, or a dict of keyword arguments."
-        )
-    return args, {}
-
-
 @contextmanager
 def _as_written(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
     """The user's module under no strategy, and what is known of it as a prepared one."""
@@ -132,26 +107,6 @@ def _as_written(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]
         return
     with build.bare(prepared.built):
         yield prepared.base, prepared
-
-
-def optimizer_of(base: torch.nn.Module, prepared: Any) -> Optimizer | None:
-    """The first optimizer in a variable that steps parameters of the model."""
-    parameter_ids = {id(p) for p in base.parameters()}
-    for value in list(namespace.everything().values()):
-        # By type, and without code of theirs: a lazy object would load, another raise, and the
-        # ranks' own `accelerator` be set up.
-        inner = namespace.attributes(value).get("optimizer")
-        optimizers = (each for each in (inner, value) if issubclass(type(each), Optimizer))
-        candidate: Optimizer | None = next(optimizers, None)
-        if candidate is None:
-            continue
-        parameters = [p for group in candidate.param_groups for p in group["params"]]
-        if any(
-            id(p) in parameter_ids or (prepared is not None and prepared.name_of(p) is not None)
-            for p in parameters
-        ):
-            return candidate
-    return None
 
 
 def _kind_of(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from nbdist.parallel.accelerator.loader_state import last_batch
 from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.live.registry import prepared
+from nbdist.parallel.live.training_step import optimizer_of
 from nbdist.planner.live_model import LiveModel
 from nbdist.planner.rank import describe_model, model_sizes
 
@@ -27,7 +28,7 @@ def sketches() -> tuple[LiveModel, ...]:
 
 
 def _sketch(name: str, model: Prepared) -> LiveModel:
-    optimizer = describe_model.optimizer_of(model.base, model)
+    optimizer = optimizer_of(model.base, model)
     trained = tuple(p.requires_grad for p in model.parameters.values())
     key = (name, type(optimizer), optimizer is not None and str(optimizer.defaults), hash(trained))
     cached_key, cached = _cache.get(model, (None, None))

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from nbdist.errors import NbdistError
 from nbdist.memory.rank import ddp_fsdp
 from nbdist.parallel.base.tensors import local_of
+from nbdist.parallel.live.training_step import loss_of
 from nbdist.planner.check import MeasuredMemory
-from nbdist.planner.fake.run import loss_of
 from nbdist.recording.rank.steps import is_profiling, start_profiler
 
 

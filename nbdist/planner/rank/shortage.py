@@ -21,6 +21,7 @@ from nbdist.parallel.base import precision
 from nbdist.parallel.live.live_models import names
 from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.live.registry import prepared
+from nbdist.parallel.live.training_step import optimizer_of
 from nbdist.planner.advice import smallest_change
 from nbdist.planner.devices import Device
 from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
@@ -59,7 +60,7 @@ def _of_prepared(choice: Strategy) -> tuple[dict[str, Any], ...]:
 @watch.guarded(LINT)
 def _facts_of(model: Prepared, live: LiveModel, choice: Strategy) -> dict[str, Any] | None:
     parameters = list(model.parameters.values())
-    held = _held(parameters, describe_model.optimizer_of(model.base, model))
+    held = _held(parameters, optimizer_of(model.base, model))
     if has_buckets(model.built.job.choice):
         held += [parameter for parameter in parameters if parameter.requires_grad]
     return _facts(live, choice, held)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 
-from nbdist.comparison import rank as saved_state
 from nbdist.core.finding import Finding
 from nbdist.errors import OptionError
 from nbdist.hang.rank import reset_models
@@ -35,12 +34,12 @@ from nbdist.parallel.dp import fsdp
 from nbdist.parallel.live import build, fsdp1_state, registry
 from nbdist.parallel.live.live_models import find
 from nbdist.parallel.live.prepared import Prepared
+from nbdist.parallel.live.training_step import inputs_of, loss_of, optimizer_of, random_tokens
 from nbdist.parallel.reshard.full_state import local_state
 from nbdist.parallel.sequence.split_sequence import tensors
-from nbdist.planner.fake.run import loss_of
-from nbdist.planner.rank import check_step, describe_model
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy.choice import Strategy, described
+from nbdist.switch.rank import saved_state
 from nbdist.switch.rank.commit import display_name
 from nbdist.switch.rank.switch import switch
 from nbdist.verification.differences import (
@@ -443,16 +442,14 @@ def _step_of(request: StepRequest, models: list[Prepared]) -> Callable[[], None]
             "Say it after two dashes: %dist_verify -- train_step(batch)"
         )
     model = models[0]
-    args, kwargs = describe_model.inputs_of(request.inputs)
+    args, kwargs = inputs_of(request.inputs)
     if args is None:
         place = registry.current().degrees.coordinate(rank())
         index = place.dp_replicate * registry.current().degrees.dp_shard + place.dp_shard
-        args, kwargs = check_step.random_tokens(
-            model.base, request.batch, request.sequence, seed=index
-        )
+        args, kwargs = random_tokens(model.base, request.batch, request.sequence, seed=index)
 
     def step() -> None:
-        optimizer = describe_model.optimizer_of(model.base, model)
+        optimizer = optimizer_of(model.base, model)
         loss = loss_of(model.outer(*args, **kwargs))
         loss.backward()  # type: ignore[no-untyped-call]
         if optimizer is not None:
