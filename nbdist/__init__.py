@@ -238,16 +238,16 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     Raises:
         OptionError: If a word does not exist, or degrees do not fit.
     """
-    from nbdist.commands.plan import OPTIMIZER, make_plan
+    from nbdist.commands.plan import make_plan
     from nbdist.planner.request import PlanRequest
-    from nbdist.planner.workload import Workload
 
-    load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples, imbalance=imbalance)
-    asked = PlanRequest(
-        ranks, gpu, memory, engine, inputs, optimizer, network, price, tokens, copies, nodes,
-        keep_free, search, lora, targets, quant,
+    request = PlanRequest(
+        strategy=strategy, ranks=ranks, gpu=gpu, memory=memory, batch=batch, sequence=seq,
+        optimizer=optimizer, recipe=recipe, samples=samples, imbalance=imbalance, engine=engine,
+        inputs=inputs, network=network, price=price, tokens=tokens, copies=copies,
+        is_search=search, nodes=nodes, keep_free=keep_free, lora=lora, targets=targets, quant=quant,
     )  # fmt: skip
-    return make_plan(model, asked, load, strategy, strategy_options)
+    return make_plan(model, request, strategy_options)
 
 
 def doctor(*, clean: bool = False, topology: bool = False) -> View:

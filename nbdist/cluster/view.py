@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
+from nbdist.cluster.status import Status
 from nbdist.core import units
 from nbdist.core.failures import ranks_are
-from nbdist.core.status import Status
 from nbdist.core.topology import RankPlace, Topology
 from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
 from nbdist.core.view import View, lines_html, table

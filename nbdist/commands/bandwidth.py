@@ -12,11 +12,12 @@ from nbdist.bandwidth.kernel import BENCH_S, check_target, load, save
 from nbdist.bandwidth.results import OPS, Bench, parse_ops
 from nbdist.bandwidth.sizes import parse_sizes
 from nbdist.commands.cluster import START_OPTIONS, temporary_ranks
+from nbdist.core.option import Option, positive_number
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.progress_line import ProgressLine
-from nbdist.notebook.verb import TERMINAL, Option, Verb, positive_number
+from nbdist.notebook.verb import TERMINAL, Verb
 
 
 def measure(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from nbdist.core.option import Option, positive_number
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import CellOptions
-from nbdist.notebook.verb import Option, Verb, positive_number
+from nbdist.notebook.verb import Verb
 
 
 def cell_options(values: Namespace) -> CellOptions:

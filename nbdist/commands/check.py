@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from nbdist.core.option import Option, whole_number
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.lints import rules
 from nbdist.lints import view as checkup_view
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.notebook.verb import Option, Verb, whole_number
+from nbdist.notebook.verb import Verb
 
 
 def dist_check(values: Namespace) -> View:

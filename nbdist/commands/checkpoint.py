@@ -6,9 +6,10 @@ import socket
 from argparse import Namespace
 
 from nbdist.checkpoint import view as checkpoint_view
+from nbdist.core.option import Option
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK, show
-from nbdist.notebook.verb import Option, Verb
+from nbdist.notebook.verb import Verb
 from nbdist.strategy.options import listed
 
 

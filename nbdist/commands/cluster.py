@@ -22,6 +22,7 @@ from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, Sta
 from nbdist.cluster.run_owner import KEPT, Run
 from nbdist.cluster.slurm import TYPED, SlurmOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.core.option import Option, duration, positive_number, rank_count
 from nbdist.core.topology import BACKENDS
 from nbdist.core.units import is_stored, shown, span
 from nbdist.core.view import View
@@ -29,15 +30,7 @@ from nbdist.diagnostics import view as runs_view
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK, SHOWN
 from nbdist.notebook.session import Session, StartedSession
-from nbdist.notebook.verb import (
-    Option,
-    Verb,
-    duration,
-    positive_number,
-    rank_count,
-    strategy_given,
-    strategy_options,
-)
+from nbdist.notebook.verb import Verb, strategy_given, strategy_options
 from nbdist.strategy.choose import StrategySpec
 from nbdist.strategy.table import ROWS
 

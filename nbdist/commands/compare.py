@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 from nbdist.commands.strategy import strategy_spec
 from nbdist.comparison import view as comparison_view
+from nbdist.core.option import Option
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK, SHOWN, show
-from nbdist.notebook.verb import Option, Verb
+from nbdist.notebook.verb import Verb
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
 

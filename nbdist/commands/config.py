@@ -14,10 +14,11 @@ from nbdist.config.emit import FORMS, SCRIPT, Setting
 from nbdist.config.launch import Configured, configured
 from nbdist.config.report import TYPED, CheckContext
 from nbdist.config.tree import Document
+from nbdist.core.option import Option, positive_number, rank_count
 from nbdist.core.view import View
 from nbdist.errors import OptionError, no_such
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.notebook.verb import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
+from nbdist.notebook.verb import ANYWHERE, Verb, strategy_given
 from nbdist.notebook.verb import strategy_options as typed_options
 from nbdist.strategy.choose import StrategySpec
 from nbdist.strategy.options import read as read_options

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from nbdist.cluster.kernel import orphans
 from nbdist.commands import cluster
+from nbdist.core.option import Option
 from nbdist.core.view import View, verdicts
 from nbdist.diagnostics import checks
 from nbdist.diagnostics import kernel as diagnostics_kernel
 from nbdist.diagnostics import view as doctor_view
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.notebook.verb import ANYWHERE, Option, Verb
+from nbdist.notebook.verb import ANYWHERE, Verb
 
 
 def examine_machine(*, is_cleaning: bool) -> View:

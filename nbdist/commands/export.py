@@ -18,6 +18,7 @@ from nbdist.commands import cells, checkpoint, config
 from nbdist.config import kernel as config_kernel
 from nbdist.config.emit import ACCELERATE, SBATCH
 from nbdist.config.launch import configured
+from nbdist.core.option import Option, rank_count
 from nbdist.core.view import View
 from nbdist.errors import OptionError, RankBusy, RankGone
 from nbdist.exporter import export
@@ -26,7 +27,7 @@ from nbdist.exporter import view as export_view
 from nbdist.exporter.export import ExportedScript, Magic, NotebookCell, Reader, Target
 from nbdist.exporter.script import RankCall
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK
-from nbdist.notebook.verb import ANYWHERE, Option, Verb, parse, rank_count, strategy_given
+from nbdist.notebook.verb import ANYWHERE, Verb, parse, strategy_given
 from nbdist.strategy.choice import Strategy, described
 from nbdist.strategy.choose import StrategySpec, default_choice
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nbdist.commands import cells
 from nbdist.commands.trace import step_count
+from nbdist.core.option import Option, whole_number
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.memory import file as memory_file
@@ -16,7 +17,7 @@ from nbdist.memory.snapshot import MemoryOptions, Snapshot
 from nbdist.memory.view.diff import growth_view
 from nbdist.memory.view.report import memory_report
 from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record
-from nbdist.notebook.verb import Option, Verb, whole_number
+from nbdist.notebook.verb import Verb
 
 
 def cell_options(values: Namespace) -> CellOptions:

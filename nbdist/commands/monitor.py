@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 
 from nbdist.core import units
+from nbdist.core.option import Option, positive_number, whole_number
 from nbdist.core.units import shown
 from nbdist.core.view import View
 from nbdist.errors import OptionError
@@ -14,7 +15,7 @@ from nbdist.monitor import view as monitor_view
 from nbdist.monitor.kernel.monitor import Monitor
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.progress_line import ProgressLine
-from nbdist.notebook.verb import Option, Verb, positive_number, whole_number
+from nbdist.notebook.verb import Verb
 
 # The first sample takes tens of milliseconds; two make a rate.
 FIRST_S = 10.0

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from nbdist.core.option import Option, whole_number
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.notebook.verb import (
-    Option,
-    Verb,
-    parse,
-    strategy_given,
-    strategy_options,
-    whole_number,
-)
+from nbdist.notebook.verb import Verb, parse, strategy_given, strategy_options
 from nbdist.strategy.choose import StrategySpec, choose
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS

@@ -24,13 +24,14 @@ from nbdist.cluster.kernel import orphans, runs
 from nbdist.cluster.run_owner import ELSEWHERE, KEPT, RUNNING, STOPPED, Run
 from nbdist.commands.cluster import START_OPTIONS, kept_run, temporary_ranks
 from nbdist.core.failures import plain, ranks_phrase, summary, traceback_text
+from nbdist.core.option import Option
 from nbdist.core.units import is_stored
 from nbdist.core.versions import VERSION
 from nbdist.core.view import View
 from nbdist.diagnostics import view as runs_view
 from nbdist.errors import NbdistError, NotRunning, OptionError
 from nbdist.notebook.session import Session, attach
-from nbdist.notebook.verb import TERMINAL, Option, Verb
+from nbdist.notebook.verb import TERMINAL, Verb
 from nbdist.rpc.kernel.functions import RankFunction
 
 TAKE_DEADLINE_S = 30.0

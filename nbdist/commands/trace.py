@@ -6,10 +6,11 @@ from argparse import Namespace
 from pathlib import Path
 
 from nbdist.commands import cells
+from nbdist.core.option import Option, whole_number
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record
-from nbdist.notebook.verb import Option, Verb, whole_number
+from nbdist.notebook.verb import Verb
 from nbdist.trace import breakdown, findings
 from nbdist.trace.kernel.recordings import read_folder
 from nbdist.trace.trace import Trace, TraceOptions

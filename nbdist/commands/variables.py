@@ -10,9 +10,10 @@ from IPython import get_ipython
 
 from nbdist.commands.cells import RANKS
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.option import Option
 from nbdist.core.view import View
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.notebook.verb import Option, Verb
+from nbdist.notebook.verb import Verb
 from nbdist.variables.names import check_known, check_names, describe, describe_list
 
 

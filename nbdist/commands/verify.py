@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from nbdist.core.option import Option, whole_number
 from nbdist.core.view import View
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.notebook.verb import Option, Verb, whole_number
+from nbdist.notebook.verb import Verb
 from nbdist.verification.verdict import REFERENCES, StepRequest
 from nbdist.verification.view import verification_result
 

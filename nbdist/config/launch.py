@@ -23,9 +23,8 @@ from nbdist.config.emit import (
     notes,
     run_line,
 )
-from nbdist.errors import OptionError
 from nbdist.strategy.choice import described
-from nbdist.strategy.degrees import divisors
+from nbdist.strategy.hosts import ranks_of_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +57,6 @@ def configured(setting: Setting) -> Configured:
         {form: text.why for form, text in by_form.items() if isinstance(text, Refusal)},
         notes(setting) if isinstance(by_form[ACCELERATE], str) else (),
     )
-
-
-def ranks_of_host(ranks: int, hosts: int) -> int:
-    """How many ranks each of so many hosts has.
-
-    Raises:
-        OptionError: They cannot be shared out evenly; with the numbers of hosts that can.
-    """
-    if ranks % hosts:
-        fitting = ", ".join(map(str, divisors(ranks)))
-        raise OptionError(
-            f"{ranks} ranks cannot be spread evenly over {hosts} hosts. Use --nodes {fitting}."
-        )
-    return ranks // hosts
 
 
 # Keys whose variable is not named after them.

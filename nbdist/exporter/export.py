@@ -32,6 +32,7 @@ from nbdist.exporter.cell import (
 from nbdist.exporter.script import Names, RankCall, ScriptPart, ScriptSettings
 from nbdist.strategy.choice import Strategy, described
 from nbdist.strategy.choose import StrategySpec, default_choice
+from nbdist.strategy.hosts import ranks_of_host
 
 LOCAL = "local"
 RECORDING_VERBS = frozenset({"dist_profile", "dist_memory"})
@@ -118,7 +119,7 @@ class Target:
         """
         if self.nodes is None:
             return self.hosts if len(self.hosts) == world_size else ()
-        each = launch.ranks_of_host(world_size, self.nodes)
+        each = ranks_of_host(world_size, self.nodes)
         return tuple(
             f"HOST_{rank // each}" if rank >= each else FIRST_HOST for rank in range(world_size)
         )

@@ -14,10 +14,11 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist import commands
 from nbdist.cells.completion import Reply, reply_with, shift_reply
 from nbdist.cells.kernel import completion
+from nbdist.core.option import Option
 from nbdist.errors import OptionError
 from nbdist.frontend.input_transformer import Destination, destination
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK
-from nbdist.notebook.verb import Option, Verb, parse
+from nbdist.notebook.verb import Verb, parse
 
 _OURS = "_nbdist_original"
 _MAGIC_LINE = re.compile(r"\s*(%%?)(\w+)[ \[]")

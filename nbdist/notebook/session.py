@@ -31,6 +31,7 @@ from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.processes import WITHOUT_CONTROLLER, Exit
 from nbdist.cluster.kernel.start import DEFAULT_GRACE_S, StartOptions
 from nbdist.cluster.run_owner import Keep, Run
+from nbdist.cluster.status import Status
 from nbdist.comparison.kernel import Comparing
 from nbdist.config import kernel as config_kernel
 from nbdist.config.emit import SCRIPT
@@ -38,7 +39,6 @@ from nbdist.config.launch import Configured, configured
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.progress import Reporter
 from nbdist.core.ranks import rank_label
-from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.core.units import is_stored, shown, span
 from nbdist.errors import Interrupted, NbdistError

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from nbdist.core.option import Option, positive_number, rank_count
 from nbdist.core.view import View
 from nbdist.errors import OptionError, did_you_mean
 from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, listed, takers
@@ -20,43 +20,6 @@ from nbdist.strategy.table import ROWS
 NOTEBOOK = "notebook"
 ANYWHERE = "anywhere"
 TERMINAL = "terminal"
-# A longer time (ten years) is a mistake, and more than waits of Python and torch can take.
-LARGEST = 300_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option or argument of a verb.
-
-    Attributes:
-        flags: As typed (`-n`, `--num-processes`); the long one names it. An argument has one
-            name without dashes.
-        kind: Turns the text into a value; None for a switch.
-        name: Its name in the parsed result.
-        choices: What Tab offers for it, or what gives that; the verb itself checks what was typed.
-        is_list: An argument that several words make.
-        implied: The value where the option stands alone, of one that may.
-    """
-
-    flags: tuple[str, ...]
-    help: str
-    kind: Callable[[str], Any] | None = str
-    default: Any = None
-    metavar: str | None = None
-    name: str | None = None
-    choices: tuple[str, ...] | Callable[[], Iterable[str]] = ()
-    is_list: bool = False
-    implied: Any = None
-
-    @property
-    def is_argument(self) -> bool:
-        """Whether it is typed without a name before it."""
-        return not self.flags[0].startswith("-")
-
-    @property
-    def offered(self) -> tuple[str, ...]:
-        """The choices as they are now."""
-        return tuple(self.choices() if callable(self.choices) else self.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,47 +180,6 @@ def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str
         elif not is_value:
             own_words.append(word)
     return own_words, answers
-
-
-def positive_number(text: str) -> float:
-    """A number above 0 and up to LARGEST, such as a time in seconds."""
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text} is more than {LARGEST:,}")
-    return value
-
-
-def duration(text: str) -> float:
-    """Seconds of a time such as 8h, 30m, 1h30m or 90s.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is none, or 0.
-    """
-    units_s = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-    parts = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
-    seconds = sum(float(number) * units_s[unit] for number, unit in parts)
-    if "".join(number + unit for number, unit in parts) != text or not 0 < seconds <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 8h, 30m, 1h30m or 90s")
-    return seconds
-
-
-def whole_number(what: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:
-    """What reads a number from least to most; of any other text it says that it is not `what`."""
-
-    def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return int(text)
-
-    return read
-
-
-rank_count = whole_number("a valid number of ranks (1 or more)")
 
 
 def strategy_options() -> tuple[Option, ...]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from nbdist.bandwidth.results import LinkModel
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
 from nbdist.planner.collective_time import ring_of
 from nbdist.planner.lora import quantized
-from nbdist.planner.memory import memory_of
-from nbdist.planner.plan import RISKY, SAFE, UNKNOWN, Engine, Plan, PlanRow, plan
+from nbdist.planner.plan import RISKY, SAFE, UNKNOWN, Plan, PlanRow, SearchSpace, plan
 from nbdist.planner.rules_of_thumb import RuleAnswer, answers
-from nbdist.strategy.choice import Strategy
 from nbdist.strategy.degrees import ranks
-from nbdist.strategy.options import DEGREES, OPTIONS, read
+from nbdist.strategy.options import DEGREES, OPTIONS
 
 MOST_RANKS = 4096
 # A strategy that is less faster than this is no reason to leave a simpler one: estimates that are
@@ -50,56 +48,30 @@ class Advice:
     rules: tuple[RuleAnswer, ...] = ()
 
 
-def advise(
-    planned: Plan,
-    given: Mapping[str, object] | None = None,
-    measured: LinkModel | None = None,
-    engine: Engine = memory_of,
-) -> Advice:
+def advise(planned: Plan) -> Advice:
     """The strategy to choose of those that are safe; else what would make one safe.
 
     The fastest for a sample, unless a simpler one is nearly as fast; docs/plan.md has the rules.
-    The plan has a row for each strategy, or one; `given` and `measured` are what it was made with,
-    and `engine` counts the memory of what would help.
+    The plan has a row for each strategy, or one.
     """
-    given = dict(given or {})
-    make = functools.partial(_plan_again, measured=measured, engine=engine)
     rules: tuple[RuleAnswer, ...] = ()
     if len(planned.rows) > 1 and planned.world_size > 1:
 
         def find(name: str, options: Mapping[str, object]) -> PlanRow | None:
-            again = make(planned, {**given, **options}, name)
-            return None if again is None else again.rows[0]
+            given = {**planned.given, **options}
+            again = _plan_again(replace(planned, strategy=name, given=given))
+            return again.rows[0] if again is not None else None
 
         rules = answers(planned, find)
-    row, sentences = choose_row(planned, lambda: _would_help(planned, given, make))
+    row, sentences = choose_row(planned, lambda: _would_help(planned))
     return Advice(row, tuple(sentences), rules)
 
 
-Maker = Callable[[Plan, Mapping[str, object], "str | None"], "Plan | None"]
-
-
-def _plan_again(
-    changed: Plan,
-    options: Mapping[str, object],
-    strategy: str | None,
-    *,
-    measured: LinkModel | None,
-    engine: Engine,
-) -> Plan | None:
-    """A plan for what was changed in another; None where the options do not go with the strategy.
-
-    `measured` counts for its own number of ranks alone.
-    """
-    if measured is not None and measured.world_size != changed.world_size:
-        measured = None
-    try:
-        return plan(
-            changed.model, changed.device, changed.world_size, changed.load, strategy=strategy,
-            given=options, measured=measured, engine=engine,
-        )  # fmt: skip
-    except OptionError:
-        return None
+def _plan_again(space: SearchSpace) -> Plan | None:
+    """A plan of what was changed; None where the options do not go with the strategy."""
+    with contextlib.suppress(OptionError):
+        return plan(replace(space, ranks_on=(), copies=False))
+    return None
 
 
 def choose_row(planned: Plan, would_help: Callable[[], str]) -> tuple[PlanRow | None, list[str]]:
@@ -328,113 +300,117 @@ def gigabytes(size_bytes: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What makes a strategy safe.
+    """What makes something safe.
 
     Attributes:
-        words: The change and the strategy: "With --checkpoint full, fsdp".
+        words: The change: "With --checkpoint full".
         row: What it comes to then.
     """
 
     words: str
     row: PlanRow
 
-
-def _would_help(planned: Plan, given: Mapping[str, object], make: Maker) -> str:
-    """The smallest change that makes a strategy safe, or that none does, as a sentence."""
-    change = _smallest_change(planned, given, make)
-    if change is None:
-        *_, (words, _, _) = _ladder(planned, given)
-        and_words = f" and {words}" if words else ""
-        return f"Not even {MOST_RANKS} ranks{and_words} make it safe: one block is too large."
-    return f"{change.words} is safe ({percent(change.row)}){_on_host(planned, change.row)}."
+    @property
+    def sentence(self) -> str:
+        """The change with what is safe then, without a full stop."""
+        return f"{self.words}, {self.row.typed} is safe ({percent(self.row)})"
 
 
-def smallest_change(
-    planned: Plan, given: Mapping[str, object], engine: Engine = memory_of
+def first_safe(
+    changes: Iterable[tuple[str, SearchSpace]], best: Callable[[SearchSpace], PlanRow | None]
 ) -> Change | None:
+    """The first change with which `best` has a safe row to choose; None where none has."""
+    rows = ((words, best(space)) for words, space in changes)
+    return next((Change(words, row) for words, row in rows if row is not None), None)
+
+
+def more_ranks(space: SearchSpace) -> Iterator[SearchSpace]:
+    """The same on twice as many ranks, and again, up to MOST_RANKS."""
+    count = space.world_size * 2
+    while count <= MOST_RANKS:
+        yield replace(space, world_size=count)
+        count *= 2
+
+
+def _would_help(planned: Plan) -> str:
+    """The smallest change that makes a strategy safe, or that none does, as a sentence."""
+    change = smallest_change(planned)
+    if change is None:
+        added = _ladder(planned)[-1][0]
+        and_words = f" and {added}" if added else ""
+        return f"Not even {MOST_RANKS} ranks{and_words} make it safe: one block is too large."
+    return f"{change.sentence}{_on_host(planned, change.row)}."
+
+
+def smallest_change(planned: Plan) -> Change | None:
     """Options, another strategy or more ranks that make a plan for one strategy or all safe.
 
     Each with what comes before it; docs/plan.md has the order. None where nothing does.
     """
-    make = functools.partial(_plan_again, measured=None, engine=engine)
-    return _smallest_change(planned, given, make)
+    return first_safe(_changes(planned), _safe_row)
 
 
-def _smallest_change(planned: Plan, given: Mapping[str, object], make: Maker) -> Change | None:
-    ladder = list(_ladder(planned, given))
-    words, changed, options = ladder[-1]
-    if planned.load.has_gpu and given.get("offload") is None and planned.model.has_shape:
-        offloaded = {**options, "offload": "cpu"}
-        ladder.append((f"{words} --offload cpu".strip(), changed, offloaded))
+def _changes(planned: Plan) -> Iterator[tuple[str, SearchSpace]]:
+    """What to try, the smallest change first: another strategy counts as one."""
+    ladder = _ladder(planned)
+    added, most = ladder[-1]
+    if planned.load.has_gpu and planned.given.get("offload") is None and planned.model.has_shape:
+        offloaded = replace(most, given={**most.given, "offload": "cpu"})
+        ladder.append((f"{added} --offload cpu".strip(), offloaded))
     typed = planned.rows[0].choice if len(planned.rows) == 1 else None
-    for rung, strategy in _tries(ladder, typed):
-        added, other, more = rung
-        row = _safe(make, other, more, strategy)
-        if row is not None:
-            return Change(f"With {added}, {row.typed}" if added else f"Instead, {row.typed}", row)
-    options.pop("offload", None)
-    and_words = f" and {words}" if words else ""
-    count = planned.world_size * 2
-    while count <= MOST_RANKS:
-        row = _safe(make, replace(changed, world_size=count), options)
-        if row is not None:
-            return Change(f"With {ranks(count)}{and_words}, {row.typed}", row)
-        count *= 2
-    return None
-
-
-# Words that are added, the plan and the options with them.
-Rung = tuple[str, Plan, dict[str, object]]
-
-
-def _tries(
-    ladder: Sequence[Rung], typed: Strategy | None
-) -> Iterator[tuple[Rung, Strategy | None]]:
-    """What to try, the smallest change first: another strategy (None: all) counts as one."""
-    for before, rung in itertools.pairwise(ladder):
-        if typed is not None:
-            yield rung, typed
-            yield before, None
+    for (fewer, before), (words, space) in itertools.pairwise(ladder):
+        if typed is None:
+            yield f"With {words}", _of_all(space)
         else:
-            yield rung, None
+            yield f"With {words}", replace(space, strategy=typed.name)
+            yield f"With {fewer}" if fewer else "Instead", _of_all(before)
     if typed is not None:
-        yield ladder[-1], None
+        words, space = ladder[-1]
+        yield f"With {words}" if words else "Instead", _of_all(space)
+    on_device = {word: value for word, value in most.given.items() if word != "offload"}
+    for space in more_ranks(replace(most, given=on_device)):
+        and_words = f" and {added}" if added else ""
+        yield f"With {ranks(space.world_size)}{and_words}", _of_all(space)
 
 
-def _ladder(planned: Plan, given: Mapping[str, object]) -> Iterator[Rung]:
-    """What saves memory, each with those before it: words, plan and options; first nothing.
+def _ladder(planned: Plan) -> list[tuple[str, SearchSpace]]:
+    """What saves memory, each with those before it: words and the plan with them; first nothing.
 
     Offloading is not in it: it moves what it saves to the host.
     """
-    load, options, model = planned.load, dict(given), planned.model
-    yield "", planned, dict(options)
+    space: SearchSpace = planned
+    ladder = [("", space)]
     if not planned.model.has_shape:  # its activations are not counted: nothing saves any
-        return
+        return ladder
     half = "bf16" if planned.device.has_bf16 else "fp16"
-    is_single = read(options)[1].get("precision", "fp32") == "fp32"
-    steps: tuple[tuple[str, bool, dict[str, object]], ...] = (
-        (f"--{half}", is_single, {"precision": half}),
-        ("--checkpoint full", options.get("checkpoint") is None, {"checkpoint": "full"}),
-        ("--batch 1", load.batch > 1, {}),
-        ("--quant 4bit", quantized(model) is not None, {}),
-    )
-    added: list[str] = []
-    for word, is_new, more in steps:
-        if is_new:
-            added.append(word)
-            options.update(more)
-            load = replace(load, batch=1) if word == "--batch 1" else load
-            model = (quantized(model) if word == "--quant 4bit" else None) or model
-            yield " ".join(added), replace(planned, load=load, model=model), dict(options)
+    given, packed = planned.given, quantized(planned.model)
+    is_single = planned.typed()[1].get("precision", "fp32") == "fp32"
+    steps: list[tuple[str, dict[str, Any]]] = []
+    if is_single:
+        given = {**given, "precision": half}
+        steps.append((f"--{half}", {"given": given}))
+    if given.get("checkpoint") is None:
+        given = {**given, "checkpoint": "full"}
+        steps.append(("--checkpoint full", {"given": given}))
+    if planned.load.batch > 1:
+        steps.append(("--batch 1", {"load": replace(planned.load, batch=1)}))
+    if packed is not None:
+        steps.append(("--quant 4bit", {"model": packed}))
+    for word, change in steps:
+        space = replace(space, **change)
+        ladder.append((f"{ladder[-1][0]} {word}".strip(), space))
+    return ladder
 
 
-def _safe(
-    make: Maker, changed: Plan, options: Mapping[str, object], like: Strategy | None = None
-) -> PlanRow | None:
-    """The row to choose of another plan, or the one like a choice; None where none is safe."""
-    if like is None:
-        options = {word: value for word, value in options.items() if not _is_of_one(word)}
-    again = make(changed, options, like.name if like else None)
+def _of_all(space: SearchSpace) -> SearchSpace:
+    """The same for all strategies, without what only some of them take."""
+    given = {word: value for word, value in space.given.items() if not _is_of_one(word)}
+    return replace(space, strategy=None, given=given)
+
+
+def _safe_row(space: SearchSpace) -> PlanRow | None:
+    """The row to choose of a plan; None where none is safe."""
+    again = _plan_again(space)
     safe = [row for row in _useful(again) if row.verdict == SAFE] if again is not None else []
     return best_of(again, safe) if again is not None and safe else None
 

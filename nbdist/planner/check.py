@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nbdist.planner.live_model import LiveModel
 from nbdist.planner.memory import Memory
+from nbdist.planner.workload import Workload
+from nbdist.strategy.choice import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,29 @@ class Check:
     def error(self) -> float | None:
         """Of the prediction, as a share of what was measured; None of nothing."""
         return (self.predicted - self.measured) / self.measured if self.measured else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepCheck:
+    """A step of a model on the ranks, predicted and measured.
+
+    Attributes:
+        choice: The strategy of the step.
+        load: What it trained with.
+        memory: Predicted, without what the allocator does not count.
+        measured: On the rank that needed most.
+    """
+
+    live: LiveModel
+    choice: Strategy
+    load: Workload
+    memory: Memory
+    measured: MeasuredMemory
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """Line by line; a pipeline's call runs backward too, so its activations are not there."""
+        return checks(self.memory, self.measured, has_forward=self.choice.degrees.pp == 1)
 
 
 def largest(measured: Sequence[MeasuredMemory]) -> MeasuredMemory:

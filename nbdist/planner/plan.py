@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from nbdist.bandwidth.results import LinkModel
 from nbdist.core.topology import HostRanks
@@ -18,6 +19,7 @@ from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.step_time import Time, flows, samples, time_of
 from nbdist.planner.workload import Workload, check_load, recipe_for
+from nbdist.strategy import options
 from nbdist.strategy.choice import Degrees, Strategy, label, mesh_phrase
 from nbdist.strategy.choose import choose
 from nbdist.strategy.footprint import Recipe
@@ -28,6 +30,68 @@ from nbdist.strategy.table import HELD
 SAFE, RISKY, NO, UNKNOWN = "safe", "risky", "no", "?"
 
 Engine = Callable[[ModelShape, Strategy, Workload], Memory]
+# A strategy's name and what is typed with it.
+Case = tuple[str, Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """What is planned: a model, devices and a batch, and what was typed of a strategy.
+
+    Attributes:
+        load: In a search its `samples` are the effective batch, and `batch` counts for nothing.
+        strategy: Only this one; a search takes all that have it, with fsdp also fsdp x tp.
+        given: Degrees and options as strategy.choose.choose takes them: these are kept.
+        measured: A model of these ranks' collectives; it applies to their number of ranks alone.
+        engine: Counts memory.
+        ranks_on: The hosts, as strategy.choose.choose takes them.
+        copies: dp beside tp or pp keeps whole copies of what these leave, as Megatron does; nbdist
+            itself shards there.
+        precisions: Of a search, where none was typed.
+        each: Samples for each rank, where only these were asked for: more ranks train more.
+        assumed: What was not typed, a phrase each.
+        live: What more is known of a live model, a line each.
+        price: Of an hour of one device, in any currency; 0 where none was named.
+        tokens: That are to be trained on; 0 likewise.
+    """
+
+    model: ModelShape
+    device: Device
+    world_size: int
+    load: Workload
+    strategy: str | None = None
+    given: Mapping[str, object] = field(default_factory=dict, hash=False)
+    measured: LinkModel | None = None
+    engine: Engine = memory_of
+    ranks_on: Sequence[HostRanks] = ()
+    copies: bool = False
+    precisions: tuple[str, ...] = ("bf16", "fp32")
+    each: int = 0
+    assumed: tuple[str, ...] = ()
+    live: tuple[str, ...] = ()
+    price: float = 0.0
+    tokens: float = 0.0
+
+    def typed(self) -> tuple[dict[str, int], dict[str, object]]:
+        """Degrees and options that were typed, by name."""
+        return options.read(self.given)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A configuration whose memory is counted; shares and verdict are those of PlanRow."""
+
+    choice: Strategy
+    load: Workload
+    memory: Memory
+    share: float
+    host_share: float
+    verdict: str
+
+    @property
+    def mesh(self) -> tuple[str, object]:
+        """What candidates have in common that differ in options and batch alone."""
+        return self.choice.name, self.choice.degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +140,10 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A model on so many devices, a row for each strategy.
+class Plan(SearchSpace):
+    """A model on so many devices, a row for each strategy in the order of their table."""
 
-    Attributes:
-        rows: In order of the table of strategies.
-        assumed: What was not typed, a phrase each.
-        price: Of an hour of one device, in any currency; 0 where none was named.
-        tokens: That are to be trained on; 0 likewise.
-        live: What more is known of a live model, a line each.
-    """
-
-    model: ModelShape
-    device: Device
-    world_size: int
-    load: Workload
-    rows: tuple[PlanRow, ...]
-    assumed: tuple[str, ...] = ()
-    live: tuple[str, ...] = ()
-    price: float = 0.0
-    tokens: float = 0.0
+    rows: tuple[PlanRow, ...] = ()
 
     def counts_sent(self, row: PlanRow) -> bool:
         """Whether sent_bytes are all: not where activations of an unknown shape are split."""
@@ -111,7 +159,7 @@ def verdict(share: float, safe_share: float = SAFE_SHARE) -> str:
 
 
 # What is planned without --strategy: what is typed, and what that stands for.
-_CASES: tuple[tuple[str, Mapping[str, object]], ...] = (
+_CASES: tuple[Case, ...] = (
     ("single", {}),
     ("ddp", {}),
     ("zero1", {}),
@@ -130,110 +178,110 @@ _CASES: tuple[tuple[str, Mapping[str, object]], ...] = (
 )
 
 
-def _cases(
-    world_size: int, per_host: int, experts: int
-) -> tuple[tuple[str, Mapping[str, object]], ...]:
+def _cases(space: SearchSpace) -> tuple[Case, ...]:
     """What is planned; on more than one host also layers within hosts, the rest between.
 
-    So many experts of a layer lie on as many ranks as can be, of one host where there are several.
+    The experts of a layer lie on as many ranks as can be, of one host where there are several.
     """
+    world_size, per_host, experts = space.world_size, space.device.per_host, space.model.experts
     if world_size == 1:
         return _CASES[:1]
     within = math.gcd(world_size, per_host) if world_size > per_host > 1 else world_size
     shares = math.gcd(experts, within) if experts else 1
-    shared = (("ep", {"ep": shares}), ("fsdp", {"ep": shares})) if shares > 1 else ()
-    cases = (*_CASES, *shared)
+    shared: tuple[Case, ...] = (("ep", {"ep": shares}), ("fsdp", {"ep": shares}))
+    cases = (*_CASES, *shared) if shares > 1 else _CASES
     if world_size <= per_host or per_host == 1:
         return cases
-    layers = (("fsdp", {"tp": per_host}), ("pp", {"tp": per_host, "pp": 2}))
+    layers: tuple[Case, ...] = (("fsdp", {"tp": per_host}), ("pp", {"tp": per_host, "pp": 2}))
     return (*cases, *(case for case in layers if case not in _CASES))
 
 
-def plan(  # noqa: PLR0913  # what a plan is about
-    model: ModelShape,
-    device: Device,
-    world_size: int,
-    load: Workload,
-    *,
-    strategy: str | None = None,
-    given: Mapping[str, object] | None = None,
-    measured: LinkModel | None = None,
-    engine: Engine = memory_of,
-    copies: bool = False,
-    ranks_on: Sequence[HostRanks] = (),
-    assumed: tuple[str, ...] = (),
+def plan(
+    space: SearchSpace,
     progress: Callable[[str, float, float, str], object] = lambda *_args: None,
 ) -> Plan:
     """A row for each strategy, or one for a strategy or degrees that were typed.
 
-    `given` has degrees and options, as strategy.choose.choose takes them. `measured` says how fast
-    these ranks' collectives are, the engine how much memory a choice takes. With `copies` dp beside
-    tp or pp keeps whole copies of what these leave, as Megatron does; nbdist itself shards there.
-    `ranks_on` are the hosts, as strategy.choose.choose takes them. `progress` is told what is
-    counted now: words, done, total, unit.
+    `progress` is told what is counted now: words, done, total, unit.
 
     Raises:
         OptionError: If a word does not exist, or the one strategy that was typed does not fit.
     """
-    given = {word: value for word, value in (given or {}).items() if value not in (None, False)}
     # What is wrong in any row is refused once.
-    check_load(load)
-    if not device.has_bf16 and ("bf16" in given or given.get("precision") == "bf16"):
-        raise OptionError(f"{device.title} cannot compute in bf16. Use --fp16.")
-
-    def row(typed: str, choice: Strategy) -> PlanRow:
-        choice = accumulating(as_copies(choice) if copies else choice, load)
-        memory = engine(model, choice, load)
-        return row_of(model, device, load, choice, memory, typed=typed, measured=measured)
-
-    if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp", "ep")):
-        choice = choose(strategy, given, world_size, ranks_on=ranks_on)
-        if copies:
+    check_load(space.load)
+    degrees, fixed = space.typed()
+    if not space.device.has_bf16 and fixed.get("precision") == "bf16":
+        raise OptionError(f"{space.device.title} cannot compute in bf16. Use --fp16.")
+    if space.strategy is not None or degrees.keys() - {"replicas"}:
+        choice = _chosen(space, space.strategy, {})
+        if space.copies:
             _check_copies(choice)
-            choice = as_copies(choice)
-        progress(f"counting {label(choice)}", 0, 0, "")
-        return Plan(model, device, world_size, load, (row(label(choice), choice),), assumed)
-    _check_words(given, world_size)
-    cases = _cases(world_size, device.per_host, model.experts)
+        typed = label(as_copies(choice) if space.copies else choice)
+        progress(f"counting {typed}", 0, 0, "")
+        return Plan(**asked(space), rows=(_row(space, choice, typed),))
+    _check_words(space)
+    cases = _cases(space)
     rows = []
     for number, (name, case_options) in enumerate(cases):
         typed = typed_as(name, case_options)
         progress(f"counting {typed}", number, len(cases), "strategies")
         try:
-            settings = {**given, **case_options}
-            rows.append(row(typed, choose(name, settings, world_size, ranks_on=ranks_on)))
+            rows.append(_row(space, _chosen(space, name, case_options), typed))
         except OptionError as error:
             rows.append(PlanRow(typed, problem=str(error)))
-    return Plan(model, device, world_size, load, tuple(rows), assumed)
+    return Plan(**asked(space), rows=tuple(rows))
 
 
-def row_of(  # noqa: PLR0913  # what a row is about
-    model: ModelShape,
-    device: Device,
-    load: Workload,
-    choice: Strategy,
-    memory: Memory,
-    *,
-    typed: str,
-    measured: LinkModel | None = None,
-) -> PlanRow:
-    """The row of a choice whose memory is counted, with what it sends and its time."""
+def asked(space: SearchSpace) -> dict[str, Any]:
+    """The fields of what is planned, for a plan of it."""
+    return {row.name: getattr(space, row.name) for row in fields(SearchSpace)}
+
+
+def _chosen(space: SearchSpace, name: str | None, more: Mapping[str, object]) -> Strategy:
+    settings = {**space.given, **more}
+    return choose(name, settings, space.world_size, ranks_on=space.ranks_on)
+
+
+def _row(space: SearchSpace, choice: Strategy, typed: str) -> PlanRow:
+    choice = accumulating(as_copies(choice) if space.copies else choice, space.load)
+    return row_of(space, count(space, choice, space.load), typed)
+
+
+def count(space: SearchSpace, choice: Strategy, load: Workload) -> Candidate:
+    """A choice with its memory, and what that is of the device's and of its host's.
+
+    Raises:
+        OptionError: It does not go with the model or the load.
+    """
+    device, memory = space.device, space.engine(space.model, choice, load)
+    share = memory.peak / device.memory_bytes
+    host_share = memory.host / (device.host_memory_bytes or math.inf)
+    verdict_of = verdict(max(share, host_share), device.safe_share)
+    return Candidate(choice, load, memory, share, host_share, verdict_of)
+
+
+def row_of(space: SearchSpace, candidate: Candidate, typed: str) -> PlanRow:
+    """The row of a candidate, with what it sends and its time."""
+    model, choice, load = space.model, candidate.choice, candidate.load
+    measured = space.measured
+    if measured is not None and measured.world_size != space.world_size:
+        measured = None
     return PlanRow(
         typed=typed,
         choice=choice,
         recipe=recipe_for(choice, load),
-        memory=memory,
-        share=memory.peak / device.memory_bytes,
-        host_share=memory.host / (device.host_memory_bytes or math.inf),
+        memory=candidate.memory,
+        share=candidate.share,
+        host_share=candidate.host_share,
         sent_bytes=sum(
             flow.wire_bytes
             for flow in flows(model, choice, load)
             if model.has_shape or flow.sent.what in HELD
         ),
         samples=samples(choice, load),
-        time=time_of(model, choice, load, device, measured) if model.has_shape else None,
+        time=time_of(model, choice, load, space.device, measured) if model.has_shape else None,
         batch=load.batch,
-        safe_share=device.safe_share,
+        safe_share=space.device.safe_share,
     )
 
 
@@ -254,9 +302,9 @@ def _check_copies(choice: Strategy) -> None:
         )
 
 
-def typed_as(name: str, options: Mapping[str, object]) -> str:
+def typed_as(name: str, settings: Mapping[str, object]) -> str:
     """A strategy with options as it is typed: `fsdp --tp 2`."""
-    return " ".join([name, *(f"--{word} {value}" for word, value in options.items())])
+    return " ".join([name, *(f"--{word} {value}" for word, value in settings.items())])
 
 
 def accumulating(choice: Strategy, load: Workload) -> Strategy:
@@ -285,12 +333,12 @@ def accumulating(choice: Strategy, load: Workload) -> Strategy:
     return replace(choice, options=replace(choice.options, accumulate=times))
 
 
-def _check_words(given: Mapping[str, object], world_size: int) -> None:
+def _check_words(space: SearchSpace) -> None:
     """Refuse options that no strategy could take as they are typed."""
     problems = []
     for name, case_options in _CASES:
         try:
-            choose(name, {**given, **case_options}, world_size)
+            choose(name, {**space.given, **case_options}, space.world_size)
         except OptionError as error:
             problems.append(error)
         else:

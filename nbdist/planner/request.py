@@ -10,50 +10,134 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nbdist.core.option import option, positive_number, rank_count, switch, whole_number
 from nbdist.errors import OptionError
-from nbdist.planner.devices import SAFE_SHARE, Device
-from nbdist.planner.lora import with_lora
+from nbdist.planner.devices import DEVICES, PER_HOST, SAFE_SHARE, Device
+from nbdist.planner.lora import QUANTS, TARGETS, with_lora
 from nbdist.planner.models import ModelShape, model_of, of_config
-from nbdist.planner.workload import Workload
+from nbdist.planner.plan import SearchSpace
+from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import options
+from nbdist.strategy.footprint import RECIPES
+from nbdist.strategy.table import ROWS
 
+# How memory is counted: closed formulas, or a step with fake tensors in a process of its own.
+ENGINES = ("formulas", "fake")
+OPTIMIZER = "adamw"
 _LARGEST_CONFIG = 1_000_000  # bytes; one of a large model has some thousands
+_count = whole_number("a whole number from 1 to 10^9", most=10**9)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is planned on. Each field is None, or False, where it was not typed.
+    """What is planned, under what and on what. A field is None or False if it was not typed."""
 
-    Attributes:
-        engine: How memory is counted: fake of a live model, formulas of any other by default.
-        inputs: The variable on the ranks that a live model is called with.
-        optimizer: By default a live model's own.
-        network: GB/s that a host sends to others.
-        price: Of an hour of one device.
-        tokens: To be trained on.
-        copies: dp beside tp or pp as whole copies.
-        nodes: Hosts of the ranks.
-        keep_free: The part of a device's memory that is to stay free, "10%".
-        is_search: All configurations, instead of a row for each strategy.
-        lora, targets, quant: As for lora.with_lora.
-    """
+    strategy: str | None = option("one strategy (default: a row for each)", "NAME", choices=ROWS)
+    ranks: int | None = option(
+        "number of ranks (default: those running, or 8)", "N", rank_count, flags=("--ranks", "-n")
+    )
+    gpu: str | None = option(
+        f"one of {', '.join(DEVICES)} (default: what the ranks have, or h100)",
+        "NAME",
+        choices=DEVICES,
+    )
+    memory: str | None = option("memory of a GPU that is not listed: 24GB", "SIZE")
+    network: str | float | None = option(
+        "GB/s that a host sends to others, all ports together (default: as hosts with that GPU "
+        "commonly have)",
+        "GB/S",
+    )
+    batch: int = option("samples per data-parallel rank (default: 1)", "B", _count, 1)
+    sequence: int = option("tokens per sample (default: 2048)", "S", _count, 2048, flags=("--seq",))
+    samples: int | None = option(
+        "samples of all ranks per step, the effective batch; sets --accumulate", "N", _count
+    )
+    imbalance: float = option(
+        "rows of the rank that gets most of those that share experts, by their mean (default: 1, "
+        "equally many)",
+        "X",
+        positive_number,
+        1.0,
+    )
+    price: str | float | None = option("of one GPU for an hour, such as 2.50: adds costs", "P")
+    tokens: str | float | None = option("tokens to train on, such as 500e6: adds GPU-hours", "N")
+    copies: bool = switch(
+        "dp beside tp or pp keeps whole copies, as Megatron does (default: as nbdist, which shards "
+        "there)"
+    )
+    is_search: bool = switch(
+        "all configurations that fit (degrees, sharding, micro-batches, recomputation, precision), "
+        "the fastest first, with the same samples in a step",
+        "--search",
+    )
+    nodes: int | None = option(
+        f"hosts of the ranks (default: {PER_HOST} ranks on each, or those running)", "N", rank_count
+    )
+    keep_free: str | None = option(
+        "the part of each device's memory that has to stay free, such as 10%% (default: 20%%)",
+        "PERCENT",
+    )
+    optimizer: str | None = option(
+        f"one of {', '.join(OPTIMIZERS)} (default: {OPTIMIZER})", "NAME", choices=OPTIMIZERS
+    )
+    lora: int | None = option(
+        "rank r of LoRA's adapters, beside which all is frozen",
+        "R",
+        whole_number("a rank of adapters (1 or more)"),
+    )
+    targets: str | Sequence[str] | None = option(
+        "layers with adapters, with commas (default: q_proj,v_proj, or c_attn, as PEFT)",
+        "NAMES",
+        choices=TARGETS,
+    )
+    quant: str | None = option(
+        f"with --lora: frozen linear layers in 4 bits, one of {', '.join(QUANTS)}",
+        "NAME",
+        choices=QUANTS,
+    )
+    recipe: str | None = option(
+        f"what is stored, one of {', '.join(RECIPES)} (default: as nbdist stores it)",
+        "NAME",
+        choices=RECIPES,
+    )
+    engine: str | None = option(
+        "how memory is counted: formulas, or fake, a step with fake tensors (default: formulas; "
+        "fake for a model on the ranks)",
+        "NAME",
+        choices=ENGINES,
+    )
+    inputs: str | None = option(
+        "a variable on the ranks with a live model's inputs: a tensor, tuple or dict", "NAME"
+    )
+    is_check: bool = switch(
+        "run a real step of a model on the ranks; compare measured with predicted", "--check"
+    )
+    is_fp32: bool = switch(
+        "compute in fp32 (default: bf16; fp16 on a GPU without it, fp32 on the CPU)", "--fp32"
+    )
+    checkpoints_all: bool = switch("same as --checkpoint full", "--ac")
 
-    ranks: int | None = None
-    gpu: str | None = None
-    memory: str | None = None
-    engine: str | None = None
-    inputs: str | None = None
-    optimizer: str | None = None
-    network: str | float | None = None
-    price: str | float | None = None
-    tokens: str | float | None = None
-    copies: bool = False
-    nodes: int | None = None
-    keep_free: str | None = None
-    is_search: bool = False
-    lora: int | None = None
-    targets: str | Sequence[str] | None = None
-    quant: str | None = None
+    @property
+    def load(self) -> Workload:
+        """What a step trains with."""
+        return Workload(
+            self.batch, self.sequence, self.optimizer or OPTIMIZER, self.recipe or "",
+            self.samples or 0, imbalance=self.imbalance,
+        )  # fmt: skip
+
+    def options(self, given: Mapping[str, object]) -> dict[str, object]:
+        """Degrees and options that were typed, with those that have a shorter word here.
+
+        Raises:
+            OptionError: If two precisions were typed.
+        """
+        if self.is_fp32 and (others := [word for word in ("bf16", "fp16") if given.get(word)]):
+            raise OptionError(f"%dist_plan: --fp32 and --{others[0]} contradict each other.")
+        more: dict[str, object] = {"precision": "fp32"} if self.is_fp32 else {}
+        if self.checkpoints_all:
+            more["checkpoint"] = given.get("checkpoint") or "full"
+        typed = {**given, **more}
+        return {word: v for word, v in typed.items() if v is not None and v is not False}
 
     @property
     def safe_share(self) -> float:
@@ -134,22 +218,25 @@ AMOUNTS = {
 }
 
 
-def with_samples(load: Workload, world_size: int) -> tuple[Workload, tuple[str, ...]]:
-    """The load with an effective batch: as typed, or what --batch makes with copies on all ranks.
+def with_samples(space: SearchSpace) -> SearchSpace:
+    """What is searched with an effective batch: as typed, or what --batch makes on all ranks.
 
     Raises:
         OptionError: If both were typed: a search chooses --batch.
     """
+    load, together = space.load, space.load.batch * space.world_size
+    if load.samples and load.batch > 1:
+        raise OptionError(
+            f"--search chooses what a rank computes at once. Type --samples {load.samples} or "
+            f"--batch {load.batch} (a step of {together} samples), not both."
+        )
     if load.samples:
-        if load.batch > 1:
-            raise OptionError(
-                f"--search chooses what a rank computes at once. Type --samples {load.samples} or "
-                f"--batch {load.batch} (a step of {load.batch * world_size} samples), not both."
-            )
-        return load, ()
-    samples = load.batch * world_size
-    note = f"--samples {samples}, {load.batch} for each rank"
-    return replace(load, samples=samples), (note,)
+        return space
+    note = f"--samples {together}, {load.batch} for each rank"
+    return replace(
+        space, load=replace(load, samples=together), each=load.batch,
+        assumed=(*space.assumed, note),
+    )  # fmt: skip
 
 
 def with_precision(

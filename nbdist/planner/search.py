@@ -12,15 +12,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbdist.bandwidth.results import LinkModel
 from nbdist.errors import OptionError
-from nbdist.planner.advice import COPIES_MARGIN, MOST_RANKS, Advice, choose_row, percent
-from nbdist.planner.devices import SAFE_SHARE, Device
-from nbdist.planner.memory import Memory, memory_of
-from nbdist.planner.models import ModelShape
-from nbdist.planner.plan import NO, RISKY, SAFE, Engine, Plan, PlanRow, row_of, verdict
+from nbdist.planner.advice import (
+    COPIES_MARGIN,
+    MOST_RANKS,
+    Advice,
+    choose_row,
+    first_safe,
+    more_ranks,
+    percent,
+)
+from nbdist.planner.devices import SAFE_SHARE
+from nbdist.planner.plan import (
+    RISKY,
+    SAFE,
+    Candidate,
+    Case,
+    Plan,
+    PlanRow,
+    SearchSpace,
+    asked,
+    count,
+    row_of,
+)
 from nbdist.planner.step_time import flops_each
-from nbdist.planner.workload import Workload, check_load
+from nbdist.planner.workload import check_load
 from nbdist.strategy import options as strategy_options
 from nbdist.strategy import validate
 from nbdist.strategy.choice import Strategy, rows_of
@@ -34,63 +50,16 @@ BEST = 10
 CHECKPOINTS = ("", *strategy_options.OPTIONS["checkpoint"].choices)
 SCHEDULES = strategy_options.OPTIONS["schedule"].choices
 OFFLOADS = strategy_options.OPTIONS["offload"].choices
-# A name and what is typed with it.
-Case = tuple[str, Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
-class SearchSpace:
-    """What is searched for: a model, devices and a batch, and what was typed of a strategy.
-
-    Attributes:
-        load: Its `samples` are the effective batch; `batch` counts for nothing.
-        strategy: Only those that have it: with fsdp also fsdp x tp. Empty for all.
-        given: Degrees and options as typed: these are kept.
-        precisions: Where none was typed.
-        measured: A model of these ranks' collectives, where there is one.
-        engine: Counts memory.
-        each: Samples for each rank, where only these were asked for: more ranks train more.
-    """
-
-    model: ModelShape
-    device: Device
-    world_size: int
-    load: Workload
-    strategy: str = ""
-    given: Mapping[str, object] | None = None
-    precisions: tuple[str, ...] = ("bf16", "fp32")
-    measured: LinkModel | None = None
-    engine: Engine = memory_of
-    each: int = 0
-
-    def typed(self) -> tuple[dict[str, int], dict[str, object]]:
-        """Degrees and options that were typed, by name."""
-        return strategy_options.read(self.given or {})
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A configuration whose memory is counted."""
-
-    choice: Strategy
-    load: Workload
-    memory: Memory
-    share: float
-
-    @property
-    def mesh(self) -> tuple[str, object]:
-        """What candidates have in common that differ in options and batch alone."""
-        return self.choice.name, self.choice.degrees
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
+class Search(Plan):
     """What a search came to.
 
+    Its rows are those whose time was estimated: first the safe ones (the risky ones where none is
+    safe), the fastest first, then the smallest of each mesh on which nothing is safe.
+
     Attributes:
-        planned: Its rows are those whose time was estimated: first the safe ones (the risky ones
-            where none is safe), the fastest first, then the smallest of each mesh on which
-            nothing is safe.
         counted: All configurations.
         safe, risky: So many of them are.
         timed: Of these, so many were timed; the others are slower at best than one that needs
@@ -98,20 +67,17 @@ class Search:
         nearest: Of what is not offloaded, that which needs least; None where all is.
     """
 
-    space: SearchSpace
-    planned: Plan
-    nearest: PlanRow | None
-    counted: int
-    safe: int
-    risky: int
-    timed: int
+    counted: int = 0
+    safe: int = 0
+    risky: int = 0
+    timed: int = 0
+    nearest: PlanRow | None = None
 
     @property
     def ranked(self) -> tuple[PlanRow, ...]:
         """The rows that fit, the fastest first."""
         wanted = SAFE if self.safe else RISKY
-        rows = [row for row in self.planned.rows if row.verdict == wanted]
-        return tuple(sorted(rows, key=step_s))
+        return tuple(sorted((row for row in self.rows if row.verdict == wanted), key=step_s))
 
     @property
     def front(self) -> tuple[PlanRow, ...]:
@@ -141,22 +107,23 @@ def search(space: SearchSpace) -> Search:
     """
     _check(space)
     counted = list(candidates(space, [""]))
-    if space.load.has_gpu and not any(_verdict(space, candidate) == SAFE for candidate in counted):
+    if space.load.has_gpu and not any(candidate.verdict == SAFE for candidate in counted):
         counted += candidates(space, OFFLOADS)
     if not counted:
         raise OptionError(_why_none(space))
-    by_verdict: dict[str, list[Candidate]] = {SAFE: [], RISKY: [], NO: []}
-    for candidate in counted:
-        by_verdict[_verdict(space, candidate)].append(candidate)
-    timed = _timed(space, by_verdict[SAFE] or by_verdict[RISKY])
-    meshes = {candidate.mesh for candidate in by_verdict[SAFE] or by_verdict[RISKY]}
+    safe, risky = (
+        [candidate for candidate in counted if candidate.verdict == word] for word in (SAFE, RISKY)
+    )
+    timed = _timed(space, safe or risky)
+    meshes = {candidate.mesh for candidate in safe or risky}
     others = _smallest(candidate for candidate in counted if candidate.mesh not in meshes)
-    rows = [*timed, *(_row(space, candidate) for candidate in others)]
-    planned = Plan(space.model, space.device, space.world_size, space.load, tuple(rows))
-    safe, risky = len(by_verdict[SAFE]), len(by_verdict[RISKY])
+    rows = (*timed, *(_row(space, candidate) for candidate in others))
     here = [candidate for candidate in counted if not candidate.choice.options.offload]
     nearest = _row(space, min(here, key=lambda candidate: candidate.share)) if here else None
-    return Search(space, planned, nearest, len(counted), safe, risky, len(timed))
+    return Search(
+        **asked(space), rows=rows, counted=len(counted), safe=len(safe), risky=len(risky),
+        timed=len(timed), nearest=nearest,
+    )  # fmt: skip
 
 
 def _check(space: SearchSpace) -> None:
@@ -275,12 +242,10 @@ def _counted(space: SearchSpace, choice: Strategy) -> Iterator[Candidate]:
             if too_large is not None and max(options.values()) > 1:
                 yield replace(too_large, choice=candidate, load=load)
                 continue
-            memory = space.engine(space.model, candidate, load)
+            counted = count(space, candidate, load)
         except OptionError:
             continue
-        share = memory.peak / space.device.memory_bytes
-        counted = Candidate(candidate, load, memory, share)
-        too_large = counted if share > 1 else None
+        too_large = counted if counted.share > 1 else None
         yield counted
 
 
@@ -316,16 +281,8 @@ def _batches(space: SearchSpace, choice: Strategy) -> Iterator[tuple[int, dict[s
             yield batch, {"accumulate": each // batch}
 
 
-def _verdict(space: SearchSpace, candidate: Candidate) -> str:
-    hosts = candidate.memory.host / (space.device.host_memory_bytes or math.inf)
-    return verdict(max(candidate.share, hosts), space.device.safe_share)
-
-
 def _row(space: SearchSpace, candidate: Candidate) -> PlanRow:
-    return row_of(
-        space.model, space.device, candidate.load, candidate.choice, candidate.memory,
-        typed=typed_line(candidate.choice), measured=space.measured,
-    )  # fmt: skip
+    return row_of(space, candidate, typed_line(candidate.choice))
 
 
 def _timed(space: SearchSpace, fitting: Sequence[Candidate]) -> list[PlanRow]:
@@ -382,27 +339,24 @@ def _why_none(space: SearchSpace) -> str:
 
 def advised(result: Search) -> Advice:
     """The row to choose, by the rules of every plan, and why; else what would make room."""
-    space, planned = result.space, result.planned
-    row, sentences = choose_row(planned, lambda: _room(space))
+    row, sentences = choose_row(result, lambda: _room(result))
     least = result.nearest
     is_moved = row is not None and row.choice is not None and bool(row.choice.options.offload)
     if is_moved and least is not None:
         sentences.insert(
             0,
             f"Without offloading nothing is safe: the smallest, {least.typed}, needs "
-            f"{percent(least)} of the device. {_room(space)}",
+            f"{percent(least)} of the device. {_room(result)}",
         )
     return Advice(row, tuple(sentences))
 
 
 def _room(space: SearchSpace) -> str:
     """The smallest change by which something is safe, as a sentence."""
-    for words, other in _roomier(space):
-        if _has_room(other):
-            row = choose_row(search(other).planned, str)[0]
-            assert row is not None
-            return f"{words}, {row.typed} is safe ({percent(row)})."
-    return f"Not even {MOST_RANKS} ranks make room: one block is too large."
+    change = first_safe(_roomier(space), _safe_row)
+    if change is None:
+        return f"Not even {MOST_RANKS} ranks make room: one block is too large."
+    return f"{change.sentence}."
 
 
 def _roomier(space: SearchSpace) -> Iterator[tuple[str, SearchSpace]]:
@@ -417,21 +371,22 @@ def _roomier(space: SearchSpace) -> Iterator[tuple[str, SearchSpace]]:
         flag = f"--{fixed[word]}" if word == "precision" else flag
         yield f"Without {flag}", replace(space, given=rest)
     if space.strategy:
-        yield f"Without --strategy {space.strategy}", replace(space, strategy="")
-    free = replace(space, given={}, strategy="")
+        yield f"Without --strategy {space.strategy}", replace(space, strategy=None)
+    free = replace(space, given={}, strategy=None)
     others = ((space, ""), (free, " and no strategy, degrees and options typed"))
-    for base, words in others if free != space else others[:1]:
-        count = space.world_size * 2
-        while count <= MOST_RANKS:
-            samples = space.each * count or space.load.samples
-            load = replace(space.load, samples=samples)
-            yield f"With {ranks(count)}{words}", replace(base, world_size=count, load=load)
-            count *= 2
+    for base, words in others if space.given or space.strategy else others[:1]:
+        for more in more_ranks(base):
+            load = replace(more.load, samples=more.each * more.world_size or more.load.samples)
+            yield f"With {ranks(more.world_size)}{words}", replace(more, load=load)
 
 
-def _has_room(space: SearchSpace) -> bool:
-    """Whether something is safe on the devices: with --checkpoint full, where none was typed."""
-    _, fixed = space.typed()
-    given = {**(space.given or {}), "checkpoint": fixed.get("checkpoint", "full")}
+def _safe_row(space: SearchSpace) -> PlanRow | None:
+    """The row to choose where something is safe on the devices; None where nothing is.
+
+    Looked for with --checkpoint full, where none was typed.
+    """
+    given = {**space.given, "checkpoint": space.typed()[1].get("checkpoint", "full")}
     least = replace(space, given=given, precisions=space.precisions[:1])
-    return any(_verdict(space, candidate) == SAFE for candidate in candidates(least, [""]))
+    if all(candidate.verdict != SAFE for candidate in candidates(least, [""])):
+        return None
+    return choose_row(search(space), str)[0]

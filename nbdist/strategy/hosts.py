@@ -47,6 +47,20 @@ class AxisPlace:
         return len(self.groups[0])
 
 
+def ranks_of_host(world_size: int, hosts: int) -> int:
+    """How many ranks each of so many hosts has.
+
+    Raises:
+        OptionError: They cannot be shared out evenly; with the numbers of hosts that can.
+    """
+    if world_size % hosts:
+        fitting = ", ".join(map(str, divisors(world_size)))
+        raise OptionError(
+            f"{world_size} ranks cannot be spread evenly over {hosts} hosts. Use --nodes {fitting}."
+        )
+    return world_size // hosts
+
+
 def places(choice: Strategy, ranks_on: Sequence[HostRanks]) -> tuple[AxisPlace, ...]:
     """Every axis on which more than one rank lies, outermost first; none of `single`."""
     host_of = _host_of(ranks_on)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from nbdist.cluster.status import RankStatus, Status
 from nbdist.cluster.view import start_view, status
-from nbdist.core.status import RankStatus, Status
 from nbdist.core.topology import RankPlace, Topology
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from nbdist.core.option import Option
 from nbdist.core.view import View
 from nbdist.errors import NbdistError
 from nbdist.notebook.notebook import SHOWN, show
-from nbdist.notebook.verb import Option, Verb
+from nbdist.notebook.verb import Verb
 from nbdist.panel.job_queue import PanelJob
 from nbdist.panel.kernel import actions
 from nbdist.panel.kernel.actions import Chosen, Shows

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from nbdist.commands.plan import PlanRequest, check_step, make_plan
+from nbdist.commands.plan import check_step, make_plan
 from nbdist.notebook.session import Session
 from nbdist.planner.models import CONFIGS
+from nbdist.planner.request import PlanRequest
 from nbdist.planner.view.check_view import PlanCheckView
-from nbdist.planner.workload import Workload
 from tests.gpu.places import device_type, on, strategy_of
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "ulysses", "pp", "cp")
@@ -153,8 +153,10 @@ TIMES: dict[str, tuple[str, int, int, dict[str, object]]] = {
 def test_a_step_beside_its_plan(ranks: Session, name: str, measured: Any) -> None:
     """The memory is as planned; the times of both go on the page, whatever they are."""
     model, batch, sequence, options = TIMES[name]
-    load = Workload(batch=batch, sequence=sequence)
-    (row,) = make_plan(model, PlanRequest(ranks=1), load, "single", options).plan.rows
+    request = PlanRequest("single", 1, batch=batch, sequence=sequence)
+    plan = make_plan(model, request, options).plan
+    assert plan is not None
+    (row,) = plan.rows
     with strategy_of(ranks, "single", **options):
         code = _TIMED.format(config=dict(CONFIGS[model]), batch=batch, sequence=sequence)
         milliseconds, peak, kernels = json.loads(ranks.run(code)[0].text.splitlines()[-1])
@@ -188,7 +190,7 @@ def test_a_plan_is_what_a_step_takes(ranks: Session, strategy: str, measured: An
     width, inner = _WIDTHS[device_type(ranks)]
     with strategy_of(ranks, strategy):
         ranks.run(_LLAMA.format(width=width, inner=inner))
-        view = check_step("lm", "", Workload(batch=2, sequence=256))
+        view = check_step("lm", PlanRequest(batch=2, sequence=256))
 
     assert isinstance(view, PlanCheckView)
     rows = {check.what: check for check in view.checks}

@@ -10,7 +10,7 @@ import pytest
 from nbdist.panel.plan import Limit, fitting, plan_of_models, planned_memory
 from nbdist.planner.devices import DEVICES
 from nbdist.planner.live_model import LiveModel, ParameterKind, by_kinds, load_of, shape_of
-from nbdist.planner.plan import plan
+from nbdist.planner.plan import SearchSpace, plan
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choose import choose
 
@@ -39,9 +39,9 @@ def test_numbers_are_those_of_a_plan(name: str) -> None:
     """Of %dist_plan with formulas, for the same batch and device."""
     load = load_of(KNOWN, Workload())
     engine = functools.partial(by_kinds, KNOWN)
-    (row,) = plan(
+    (row,) = plan(SearchSpace(
         shape_of(KNOWN), DEVICES["h100"], 2, load, strategy=name, engine=engine
-    ).rows  # fmt: skip
+    )).rows  # fmt: skip
     planned = planned_memory(choose(name, {}, 2), [KNOWN], H100)
     shown = plan_of_models(choose(name, {}, 2), [KNOWN], H100)
 

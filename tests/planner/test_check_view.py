@@ -2,11 +2,12 @@
 
 import pytest
 
-from nbdist.planner.check import MeasuredMemory, checks
+from nbdist.planner.check import MeasuredMemory, StepCheck
 from nbdist.planner.live_model import LiveModel, ParameterKind
 from nbdist.planner.memory import Memory
 from nbdist.planner.view.check_view import GLOO, PlanCheckView, shown_check
 from nbdist.planner.workload import Workload
+from nbdist.strategy.choose import choose
 
 NET = LiveModel("net", "Net", (ParameterKind("float32", True, 600, 2400),), optimizer="AdamW")
 PREDICTED = Memory(2400e3, 2400e3, 4800e3, 1000e3, 0, overhead=0, most=5200e3)
@@ -15,12 +16,13 @@ PREDICTED = Memory(2400e3, 2400e3, 4800e3, 1000e3, 0, overhead=0, most=5200e3)
 def view(strategy: str, *, is_device: bool = False) -> PlanCheckView:
     """A check whose peak was predicted a tenth too low."""
     measured = MeasuredMemory(2400000, 2400000, 4800000, 1000000, 0, 11111111, is_device=is_device)
-    return shown_check(NET, strategy, Workload(), PREDICTED, checks(PREDICTED, measured), measured)
+    choice = choose(strategy, {}, 1 if strategy == "single" else 2)
+    return shown_check(StepCheck(NET, choice, Workload(), PREDICTED, measured))
 
 
 def test_each_row_has_its_error() -> None:
     """States, activations and the peak, in the text and in the page."""
-    shown = view("ddp, dp 2")
+    shown = view("ddp")
 
     assert [" ".join(line.split()) for line in shown.text.splitlines() if "%" in line] == [
         "parameters 2.400 2.400 +0.0 %",
@@ -34,8 +36,8 @@ def test_each_row_has_its_error() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "is_device", "is_told"),
-    [("fsdp, dp 2", False, True), ("fsdp1, dp 2", False, True), ("tp, tp 2", False, True),
-     ("ddp, dp 2", False, False), ("single", False, False), ("fsdp, dp 2", True, False)],
+    [("fsdp", False, True), ("fsdp1", False, True), ("tp", False, True),
+     ("ddp", False, False), ("single", False, False), ("fsdp", True, False)],
 )  # fmt: skip
 def test_what_gloo_copies_is_told_where_it_does(
     strategy: str, is_device: bool, is_told: bool
@@ -48,4 +50,4 @@ def test_stored_checks_of_a_gpu_and_a_cpu_are_equal(monkeypatch: pytest.MonkeyPa
     """What measured it, and what Gloo copies, is a matter of the machine."""
     monkeypatch.setenv("NBDIST_TEST", "1")
 
-    assert view("fsdp, dp 2", is_device=True).text == view("fsdp, dp 2").text
+    assert view("fsdp", is_device=True).text == view("fsdp").text

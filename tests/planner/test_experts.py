@@ -14,7 +14,8 @@ from nbdist.planner.collective_time import Ring, all_to_all_bytes_per_s, ring_by
 from nbdist.planner.devices import DEVICES
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape, model_of
-from nbdist.planner.search import SearchSpace, candidates, search
+from nbdist.planner.plan import SearchSpace
+from nbdist.planner.search import candidates, search
 from nbdist.planner.step_time import Flow, Time, flows, model_flops, time_of
 from nbdist.planner.workload import Widths, Workload
 from nbdist.strategy.choose import choose, typed_line
@@ -332,7 +333,7 @@ def test_a_search_keeps_ep_that_was_typed() -> None:
     load = Workload(sequence=2048, samples=16)
     space = SearchSpace(QWEN, H100, 16, load, given={"ep": 4, "precision": "bf16"})
     by_name = replace(space, given={"precision": "bf16"}, strategy="ep")
-    rows, named = (search(each).planned.rows for each in (space, by_name))
+    rows, named = (search(each).rows for each in (space, by_name))
 
     assert {row.choice.degrees.ep for row in rows if row.choice} == {4}
     assert {row.choice.degrees.ep for row in named if row.choice} <= {2, 4, 8, 16}

@@ -20,7 +20,7 @@ from nbdist.planner.live_model import (
 )
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import CONFIGS, ModelShape, model_of
-from nbdist.planner.plan import NO, UNKNOWN, Plan, plan
+from nbdist.planner.plan import NO, UNKNOWN, Plan, SearchSpace, plan
 from nbdist.planner.view.plan_view import shown_plan
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choice import Strategy
@@ -44,7 +44,7 @@ def planned(device: str = "h100", strategy: str | None = None) -> Plan:
     """Of NET on two ranks, by its kinds of parameters."""
     engine = functools.partial(by_kinds, NET)
     on = DEVICES.get(device) or with_memory(device)
-    return plan(shape_of(NET), on, 2, Workload(), engine=engine, strategy=strategy)
+    return plan(SearchSpace(shape_of(NET), on, 2, Workload(), engine=engine, strategy=strategy))
 
 
 def test_ranks_have_the_same_model() -> None:
@@ -146,8 +146,10 @@ def test_what_is_not_known_is_no_advantage() -> None:
     def count(shape: ModelShape, choice: Strategy, load: Workload) -> Memory:
         return replace(by_kinds(NET, shape, choice, load), is_partial=False)
 
-    result = plan(shape_of(NET), DEVICES["h100"], 2, Workload(), engine=count)
-    [tp] = plan(shape_of(NET), DEVICES["h100"], 2, Workload(), engine=count, strategy="tp").rows
+    result = plan(SearchSpace(shape_of(NET), DEVICES["h100"], 2, Workload(), engine=count))
+    [tp] = plan(
+        SearchSpace(shape_of(NET), DEVICES["h100"], 2, Workload(), engine=count, strategy="tp")
+    ).rows
     advice = advise(result)
     alone = advise(replace(result, rows=(tp,)))
 
@@ -220,5 +222,7 @@ def test_experts_that_are_not_there_or_do_not_divide_are_refused() -> None:
         with pytest.raises(OptionError, match=text):
             by_kinds(live, shape_of(live), choose("ep", {}, 3), Workload())
     engine = functools.partial(by_kinds, STACK)
-    result = plan(shape_of(STACK), DEVICES["h100"], 4, Workload(), engine=engine, strategy="ep")
+    result = plan(
+        SearchSpace(shape_of(STACK), DEVICES["h100"], 4, Workload(), engine=engine, strategy="ep")
+    )
     assert not result.counts_sent(result.rows[0])

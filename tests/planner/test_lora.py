@@ -14,7 +14,7 @@ from nbdist.planner.live_model import LiveModel, ParameterKind, by_kinds, shape_
 from nbdist.planner.lora import ALL, with_lora
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import CONFIGS, ModelShape, model_of
-from nbdist.planner.plan import PlanRow, plan
+from nbdist.planner.plan import PlanRow, SearchSpace, plan
 from nbdist.planner.shape.transformer import Lora, Transformer
 from nbdist.planner.step_time import model_flops
 from nbdist.planner.workload import Workload
@@ -38,7 +38,7 @@ def row(model: ModelShape, name: str, gpu: str = "h100", **given: Any) -> PlanRo
     """Of eight ranks, or one."""
     ranks = 1 if name == "single" else 8
     device: Device = DEVICES[gpu]
-    [result] = plan(model, device, ranks, Workload(), strategy=name, given=given).rows
+    [result] = plan(SearchSpace(model, device, ranks, Workload(), strategy=name, given=given)).rows
     return result
 
 
@@ -182,8 +182,8 @@ def test_two_thirds_of_the_products() -> None:
     choice, load = choose("single", {"precision": "bf16"}, 1), Workload(4, 4096)
     times = []
     for each in (model, adapted, packed):
-        time = plan(each, DEVICES["a100-80gb"], 1, load, strategy="single",
-                    given={"precision": "bf16"}).rows[0].time  # fmt: skip
+        time = plan(SearchSpace(each, DEVICES["a100-80gb"], 1, load, strategy="single",
+                    given={"precision": "bf16"})).rows[0].time  # fmt: skip
         assert time is not None
         times.append(time.step_s)
     # Without attention: what its 12 operations for each pair are is the same.

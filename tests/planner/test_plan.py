@@ -12,7 +12,7 @@ from nbdist.planner.advice import advise
 from nbdist.planner.devices import DEVICES, device_of, known_as, link_of, with_memory
 from nbdist.planner.memory import Memory
 from nbdist.planner.models import ModelShape, model_of
-from nbdist.planner.plan import NO, RISKY, SAFE, Plan, PlanRow, plan, verdict
+from nbdist.planner.plan import NO, RISKY, SAFE, Plan, PlanRow, SearchSpace, plan, verdict
 from nbdist.planner.rules_of_thumb import RULES
 from nbdist.planner.step_time import flows, samples
 from nbdist.planner.view.plan_view import shown_plan
@@ -29,7 +29,7 @@ MIXTRAL = model_of("mixtral-8x7b")
 
 
 def planned(model: ModelShape, n: int, load: Workload | None = None, **options: object) -> Plan:
-    return plan(model, H100, n, load or Workload(), given=options)
+    return plan(SearchSpace(model, H100, n, load or Workload(), given=options))
 
 
 def row(result: Plan, typed: str) -> PlanRow:
@@ -121,12 +121,16 @@ def test_the_effective_batch_counts_data_parallel_ranks() -> None:
 def test_an_effective_batch_that_cannot_be_formed_is_refused() -> None:
     """2048 of 25 data-parallel ranks with 4 each is 20.48 backwards."""
     with pytest.raises(OptionError, match=r"2048 is 20\.48 x 100 .*Use 2000 or 2100"):
-        plan(SEVEN, H100, 800, Workload(4, samples=2048), strategy="pp",
-             given={"tp": 8, "pp": 4, "dp": 25})  # fmt: skip
+        plan(SearchSpace(SEVEN, H100, 800, Workload(4, samples=2048), strategy="pp",
+             given={"tp": 8, "pp": 4, "dp": 25}))  # fmt: skip
     with pytest.raises(OptionError, match="is 3 x 8, so it needs --accumulate 3, not 2"):
-        plan(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp", given={"accumulate": 2})
+        plan(
+            SearchSpace(
+                SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp", given={"accumulate": 2}
+            )
+        )
 
-    result = plan(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp")
+    result = plan(SearchSpace(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp"))
     assert result.rows[0].samples == 24
     assert result.rows[0].choice is not None
     assert result.rows[0].choice.options.accumulate == 3
@@ -153,8 +157,8 @@ def test_every_strategy_has_a_row(n: int) -> None:
 
 
 def test_one_strategy_or_degrees_are_one_row() -> None:
-    by_name = plan(LLAMA, H100, 8, Workload(), strategy="fsdp", given={"tp": 2})
-    other = plan(LLAMA, H100, 8, Workload(), given={"dp": 4, "tp": 2})
+    by_name = plan(SearchSpace(LLAMA, H100, 8, Workload(), strategy="fsdp", given={"tp": 2}))
+    other = plan(SearchSpace(LLAMA, H100, 8, Workload(), given={"dp": 4, "tp": 2}))
 
     assert by_name.rows == other.rows
     assert [(r.typed, r.mesh) for r in by_name.rows] == [("fsdp x tp", "dp 4 x tp 2")]
@@ -163,7 +167,7 @@ def test_one_strategy_or_degrees_are_one_row() -> None:
 def test_another_engine_fills_the_same_rows() -> None:
     """Memory may come from elsewhere than formulas; the record says from where."""
     fixed = Memory(1, 1, 1, activations=77e9, buffers=0, engine="a run")
-    result = plan(LLAMA, H100, 8, Workload(), engine=lambda model, choice, load: fixed)
+    result = plan(SearchSpace(LLAMA, H100, 8, Workload(), engine=lambda model, choice, load: fixed))
 
     assert {plan_row.memory for plan_row in result.rows if plan_row.memory} == {fixed}
     assert {plan_row.verdict for plan_row in result.rows if plan_row.memory} == {RISKY}
@@ -187,14 +191,14 @@ def test_wrong_words_are_refused_once(
     options: Mapping[str, object], load: Workload, expected: str
 ) -> None:
     with pytest.raises(OptionError, match=expected):
-        plan(LLAMA, H100, 8, load, given=options)
+        plan(SearchSpace(LLAMA, H100, 8, load, given=options))
 
 
 def test_bf16_on_a_device_without_it_is_refused() -> None:
     for way in ({"bf16": True}, {"precision": "bf16"}):
         with pytest.raises(OptionError, match=r"NVIDIA T4 cannot compute in bf16\. Use --fp16"):
-            plan(LLAMA, DEVICES["t4"], 8, Workload(), given=way)
-    plan(LLAMA, DEVICES["t4"], 8, Workload(), given={"fp16": True})
+            plan(SearchSpace(LLAMA, DEVICES["t4"], 8, Workload(), given=way))
+    plan(SearchSpace(LLAMA, DEVICES["t4"], 8, Workload(), given={"fp16": True}))
 
 
 def test_accumulation_sends_gradients_once_and_gathers_each_time() -> None:
@@ -292,7 +296,7 @@ def test_the_page_has_each_rule_optimizer_and_recipe() -> None:
 def test_it_tells_which_row_it_counts() -> None:
     """Each strategy once, in order, with how many there are."""
     calls: list[tuple[str, float, float, str]] = []
-    result = plan(SEVEN, H100, 8, Workload(), progress=lambda *call: calls.append(call))
+    result = plan(SearchSpace(SEVEN, H100, 8, Workload()), lambda *call: calls.append(call))
 
     assert calls == [
         (f"counting {row.typed}", number, len(result.rows), "strategies")
@@ -304,7 +308,7 @@ def test_layers_and_sequences_stay_within_hosts_that_were_named() -> None:
     """As %dist_strategy does on such hosts; copies of hybrid shards are on one each."""
     here = tuple(HostRanks(f"n{k}", tuple(range(4 * k, 4 * k + 4))) for k in range(4))
     device = replace(DEVICES["h100"], per_host=4)
-    rows = plan(model_of("llama-3-8b"), device, 16, Workload(), ranks_on=here).rows
+    rows = plan(SearchSpace(model_of("llama-3-8b"), device, 16, Workload(), ranks_on=here)).rows
     meshes = {row.typed: row.mesh for row in rows}
 
     assert meshes["tp"] == meshes["fsdp --tp 4"] == "dp 4 x tp 4"
@@ -329,14 +333,14 @@ def test_what_ranks_refuse_of_experts_a_plan_refuses(
 ) -> None:
     """In the same words, with what works."""
     with pytest.raises(OptionError, match=text):
-        plan(model, H100, 16, Workload(), strategy=strategy, given=given)
+        plan(SearchSpace(model, H100, 16, Workload(), strategy=strategy, given=given))
 
 
 def test_a_plan_of_experts_has_rows_for_them() -> None:
     """Over as many ranks as divide both; within hosts; none of a dense model."""
 
     def shares(n: int, model: ModelShape = MIXTRAL) -> list[str]:
-        rows = plan(model, H100, n, Workload()).rows
+        rows = plan(SearchSpace(model, H100, n, Workload())).rows
         return [row.typed for row in rows if "ep" in row.typed.replace("deepspeed", "")]
 
     assert shares(4) == ["ep --ep 4", "fsdp --ep 4"]
@@ -347,11 +351,11 @@ def test_a_plan_of_experts_has_rows_for_them() -> None:
 
 def test_experts_and_their_imbalance_are_stated() -> None:
     """How many a token passes, and what is assumed of their loads."""
-    plans = (plan(MIXTRAL, H100, 8, Workload(imbalance=x)) for x in (1.0, 1.5))
+    plans = (plan(SearchSpace(MIXTRAL, H100, 8, Workload(imbalance=x))) for x in (1.0, 1.5))
     even, uneven = (shown_plan(result, advise(result)).text for result in plans)
 
     assert "experts: 8 in 32 of 32 blocks, 2 for each token, which passes 12,879,925,248" in even
     assert "under ep ranks get equally many rows (--imbalance)" in even
     assert "ranks get up to 1.5 x as many rows as the mean (--imbalance)" in uneven
     with pytest.raises(OptionError, match=r"--imbalance 0\.5 is less than even"):
-        plan(MIXTRAL, H100, 8, Workload(imbalance=0.5))
+        plan(SearchSpace(MIXTRAL, H100, 8, Workload(imbalance=0.5)))

@@ -11,7 +11,7 @@ import pytest
 from nbdist.planner.advice import advise
 from nbdist.planner.devices import DEVICES, with_memory
 from nbdist.planner.models import model_of
-from nbdist.planner.plan import UNKNOWN, Plan, plan
+from nbdist.planner.plan import UNKNOWN, Plan, SearchSpace, plan
 from nbdist.planner.rules_of_thumb import RULES
 from nbdist.planner.view.plan_view import shown_plan
 from nbdist.planner.view.rules_view import shown_rules
@@ -78,16 +78,16 @@ CASES = {
 }
 
 
-def planned(model: str, n: int, gpu: str, tokens: int) -> tuple[Plan, dict[str, object]]:
+def planned(model: str, n: int, gpu: str, tokens: int) -> Plan:
     device = DEVICES[gpu]
-    given: dict[str, object] = {"precision": device.usual_precision}
-    return plan(model_of(model), device, n, Workload(sequence=tokens), given=given), given
+    given = {"precision": device.usual_precision}
+    return plan(SearchSpace(model_of(model), device, n, Workload(sequence=tokens), given=given))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_what_each_rule_chooses(case: tuple[str, int, str, int]) -> None:
-    result, given = planned(*case)
-    rules = advise(result, given).rules
+    result = planned(*case)
+    rules = advise(result).rules
 
     assert tuple(answer.typed for answer in rules) == CASES[case]
     assert tuple(answer.rule for answer in rules) == tuple(rule.name for rule in RULES)
@@ -104,8 +104,8 @@ def test_there_are_enough_cases_and_any_two_rules_disagree_in_some() -> None:
 
 def test_what_a_disagreement_costs() -> None:
     """Seconds of a sample and peak bytes, each beside the choice's."""
-    result, given = planned("llama-3-8b", 8, "h100", 2048)
-    advice = advise(result, given)
+    result = planned("llama-3-8b", 8, "h100", 2048)
+    advice = advise(result)
     rows = {row.typed: row for row in result.rows}
     best, stage = advice.row, rows[ZERO2]
     view, shown = shown_rules(result, advice), shown_plan(result, advice)
@@ -132,11 +132,12 @@ def test_what_costs_no_time_that_is_known() -> None:
     """Transfers of what is offloaded are not estimated; without a speed bytes are told."""
 
     def line(result: Plan, number: int) -> str:
-        return shown_rules(result, advise(result, given)).text.splitlines()[2 + number]
+        return shown_rules(result, advise(result)).text.splitlines()[2 + number]
 
-    offloaded, given = planned("70e9", 8, "h100", 2048)
-    unknown = plan(model_of("7e9"), with_memory("80GB"), 8, Workload(), given=given)
-    uneven, _ = planned("175e9", 20, "h100", 512)
+    offloaded = planned("70e9", 8, "h100", 2048)
+    given = offloaded.given
+    unknown = plan(SearchSpace(model_of("7e9"), with_memory("80GB"), 8, Workload(), given=given))
+    uneven = planned("175e9", 20, "h100", 512)
 
     assert "  not counted  " in line(offloaded, 0)
     assert " GB sent  " in line(unknown, 2)
@@ -145,9 +146,9 @@ def test_what_costs_no_time_that_is_known() -> None:
 
 def test_where_nothing_can_be_asked() -> None:
     """One rank, one strategy, and a model whose activations nobody counted."""
-    result, given = planned("gpt2", 8, "h100", 2048)
-    on_one_rank = plan(model_of("gpt2"), DEVICES["h100"], 1, Workload(), given=given)
-    typed = plan(model_of("gpt2"), DEVICES["h100"], 8, Workload(), strategy="ddp", given=given)
+    result = planned("gpt2", 8, "h100", 2048)
+    on_one_rank = plan(replace(result, world_size=1))
+    typed = plan(replace(result, strategy="ddp"))
     rows = tuple(
         replace(row, memory=replace(row.memory, is_partial=True)) if row.memory else row
         for row in result.rows
@@ -155,5 +156,5 @@ def test_where_nothing_can_be_asked() -> None:
     partial = replace(result, rows=rows)
 
     assert rows[0].verdict == UNKNOWN
-    assert [advise(each, given).rules for each in (on_one_rank, typed, partial)] == [(), (), ()]
-    assert "Rules of thumb" not in shown_plan(on_one_rank, advise(on_one_rank, given)).text
+    assert [advise(each).rules for each in (on_one_rank, typed, partial)] == [(), (), ()]
+    assert "Rules of thumb" not in shown_plan(on_one_rank, advise(on_one_rank)).text

@@ -13,9 +13,9 @@ from nbdist.planner.advice import best_of
 from nbdist.planner.devices import DEVICES
 from nbdist.planner.memory import memory_of
 from nbdist.planner.models import model_of
-from nbdist.planner.plan import NO, SAFE, plan
+from nbdist.planner.plan import NO, SAFE, SearchSpace, plan
 from nbdist.planner.request import PlanRequest
-from nbdist.planner.search import Search, SearchSpace, advised, candidates, search, step_s
+from nbdist.planner.search import Search, advised, candidates, search, step_s
 from nbdist.planner.step_time import time_of
 from nbdist.planner.view.search_view import SearchView, shown_search
 from nbdist.planner.workload import Workload
@@ -143,7 +143,9 @@ def test_memory_by_hand() -> None:
 def test_a_plan_is_a_part_of_a_search() -> None:
     """Each row of a plan has the same numbers there, and both choose by the same rules."""
     wanted = space(n=8, samples=8, given={"precision": "bf16"})
-    rows = plan(wanted.model, H100, 8, Workload(samples=8), given={"precision": "bf16"}).rows
+    rows = plan(
+        SearchSpace(wanted.model, H100, 8, Workload(samples=8), given={"precision": "bf16"})
+    ).rows
     by_choice = {candidate.choice: candidate for candidate in candidates(wanted, [""])}
     found = search(wanted)
     fits = [row for row in rows if row.verdict == SAFE and row.typed not in {"single", "fsdp1"}]
@@ -154,7 +156,7 @@ def test_a_plan_is_a_part_of_a_search() -> None:
         again = replace(row.choice, options=replace(row.choice.options, microbatches=pieces))
         if row.choice.degrees.dp == 8:  # others train fewer samples at once in a plan
             assert by_choice[again].memory == row.memory
-    assert advised(found).row is best_of(found.planned, found.ranked)
+    assert advised(found).row is best_of(found, found.ranked)
     fastest = min(row.time.cost_s for row in fits if row.time is not None)
     assert step_s(found.ranked[0]) / 8 <= fastest * (1 + 1e-9)
 
@@ -164,7 +166,7 @@ def test_a_plan_is_a_part_of_a_search() -> None:
 
 def test_every_row_is_a_line_that_is_read(large: Search) -> None:
     """By the parser of %dist_strategy, as the same choice, with the samples that were asked for."""
-    for row in large.planned.rows:
+    for row in large.rows:
         assert row.choice is not None
         assert strategy_spec(row.typed).choose(64) == row.choice
         assert row.samples == 128
@@ -181,14 +183,14 @@ def test_what_was_typed_is_kept() -> None:
     fsdp = search(space(n=8, strategy="fsdp", given={"precision": "bf16"}))
     stages = {c.choice.degrees.pp for c in candidates(space(n=8, given=given), [""])}
 
-    for row in found.planned.rows:
+    for row in found.rows:
         assert row.choice is not None
         assert row.choice.degrees.tp == 2
         assert row.choice.options.checkpoint == "full"
         assert row.choice.options.precision == "bf16"
     assert stages == {1, 2, 4}
     assert all("fsdp" in row.mesh or row.choice.degrees.dp_shard > 1  # type: ignore[union-attr]
-               for row in fsdp.planned.rows)  # fmt: skip
+               for row in fsdp.rows)  # fmt: skip
 
 
 def test_what_no_pipeline_runs_is_not_searched() -> None:
@@ -233,10 +235,8 @@ def test_the_ten_best_and_the_picture(large: Search) -> None:
 def shown(model: object = "llama-3.2-1b", samples: int = 0, batch: int = 1, **asked: object
           ) -> SearchView:  # fmt: skip
     given = {word: asked.pop(word) for word in ("tp", "checkpoint", "bf16") if word in asked}
-    strategy = asked.pop("strategy", None)
-    request = PlanRequest(is_search=True, **{"gpu": "h100", **asked})  # type: ignore[arg-type]
-    load = Workload(batch, samples=samples)
-    view = make_plan(model, request, load, strategy, given)  # type: ignore[arg-type]
+    asked = {"gpu": "h100", "samples": samples, "batch": batch, **asked}
+    view = make_plan(model, PlanRequest(is_search=True, **asked), given)  # type: ignore[arg-type]
     assert isinstance(view, SearchView)
     return view
 
@@ -295,12 +295,12 @@ def test_odd_numbers_of_ranks() -> None:
     assert single.search is not None
     assert seven.search is not None
 
-    assert {row.choice.name for row in single.search.planned.rows} == {  # type: ignore[union-attr]
+    assert {row.choice.name for row in single.search.rows} == {  # type: ignore[union-attr]
         "single"
     }
     assert all(
         size in (1, 7)
-        for row in seven.search.planned.rows
+        for row in seven.search.rows
         for size in row.choice.degrees.by_word.values()  # type: ignore[union-attr]
     )
     assert "Assumed: --samples 7, 1 for each rank" in seven.text

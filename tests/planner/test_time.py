@@ -22,7 +22,7 @@ from nbdist.planner.collective_time import Ring, latency_s, ring_bytes_per_s, ri
 from nbdist.planner.devices import DEVICES, Device, with_memory
 from nbdist.planner.models import model_of, of_config
 from nbdist.planner.pipeline_time import makespan_s, simulated_s
-from nbdist.planner.plan import as_copies, plan
+from nbdist.planner.plan import SearchSpace, as_copies, plan
 from nbdist.planner.step_time import Flow, Time, flows, model_flops, time_of
 from nbdist.planner.workload import Widths, Workload, is_megatron
 from nbdist.strategy.choice import Strategy, label, steps_of
@@ -385,16 +385,18 @@ def test_copies_beside_tp_and_pp_reduce_once_and_hold_all() -> None:
     assert (reduce.sent.call, reduce.sent.what) == ("all-reduce", "gradients")
     assert reduce.wire_bytes == pytest.approx(2 * 7 / 8 * 4 * LLAMA.parameters / 8)
     rows = [
-        plan(LLAMA, H100, 64, Workload(), given={"tp": 8, "dp": 8, "bf16": True}, copies=way).rows[
-            0
-        ]
+        plan(
+            SearchSpace(
+                LLAMA, H100, 64, Workload(), given={"tp": 8, "dp": 8, "bf16": True}, copies=way
+            )
+        ).rows[0]
         for way in (False, True)
     ]
     assert [row.typed for row in rows] == ["fsdp x tp", "ddp x tp"]
     held = [row.memory.states for row in rows if row.memory]
     assert held[1] == pytest.approx(8 * held[0])
     with pytest.raises(OptionError, match="fsdp has no such dp"):
-        plan(LLAMA, H100, 8, Workload(), strategy="fsdp", copies=True)
+        plan(SearchSpace(LLAMA, H100, 8, Workload(), strategy="fsdp", copies=True))
 
 
 def test_accumulated_pieces_add_up_and_small_ones_cost() -> None:

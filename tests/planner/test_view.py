@@ -10,7 +10,7 @@ import pytest
 from nbdist.planner.advice import advise
 from nbdist.planner.devices import DEVICES, Device, with_memory
 from nbdist.planner.models import model_of
-from nbdist.planner.plan import plan
+from nbdist.planner.plan import SearchSpace, plan
 from nbdist.planner.view.plan_view import PlanView, shown_plan
 from nbdist.planner.view.time_view import shown_time
 from nbdist.planner.workload import Workload
@@ -20,8 +20,10 @@ from tests.support.pages import ClosedTags
 def view(
     model: str = "7e9", n: int = 8, device: Device = DEVICES["h100"], **options: object
 ) -> PlanView:
-    result = plan(model_of(model), device, n, Workload(), given=options, assumed=("--gpu h100",))
-    return shown_plan(result, advise(result, options))
+    result = plan(
+        SearchSpace(model_of(model), device, n, Workload(), given=options, assumed=("--gpu h100",))
+    )
+    return shown_plan(result, advise(result))
 
 
 def test_head_and_columns() -> None:
@@ -148,7 +150,7 @@ def test_what_a_user_types_is_escaped() -> None:
     """A name comes from a config."""
     shape = model_of({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2,
                       "vocab_size": 10, "_name_or_path": "<script>x</script>"})  # fmt: skip
-    result = plan(shape, DEVICES["h100"], 2, Workload())
+    result = plan(SearchSpace(shape, DEVICES["h100"], 2, Workload()))
     page = ClosedTags(shown_plan(result, advise(result)).html)
 
     assert "script" not in [tag for tag, _ in page.tags]

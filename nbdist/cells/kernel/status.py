@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nbdist.cluster.kernel.ranks import Ranks, RunningCell, memory_bytes
-from nbdist.core.status import RankStatus, Status
+from nbdist.cluster.status import RankStatus, Status
 from nbdist.hang import diagnose
 from nbdist.hang import text as hang_text
 from nbdist.hang.kernel.health import Health

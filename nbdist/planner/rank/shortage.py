@@ -27,7 +27,7 @@ from nbdist.planner.devices import Device
 from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.memory import Memory, has_buckets
 from nbdist.planner.models import ModelShape
-from nbdist.planner.plan import Engine, plan
+from nbdist.planner.plan import Engine, SearchSpace, plan
 from nbdist.planner.rank import describe_model, describe_prepared
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choice import Strategy, described
@@ -106,15 +106,14 @@ def _facts(
 
 def _change(choice: Strategy, model: ModelShape, load: Workload, free: float, count: Engine) -> str:
     """The smallest change with which it fits, as a sentence."""
-    given = settings_of(choice)
-    planned = plan(
-        model, Device("", "its device", free), choice.world_size, load, strategy=choice.name,
-        given=given, engine=count,
+    space = SearchSpace(
+        model, Device("", "its device", free), choice.world_size, load, choice.name,
+        settings_of(choice), engine=count,
     )  # fmt: skip
-    change = smallest_change(planned, given, engine=count)
+    change = smallest_change(plan(space))
     if change is None or change.row.memory is None:
         return "No strategy makes it fit."
-    return f"{change.words} needs {size(change.row.memory.peak)}."
+    return f"{change.words}, {change.row.typed} needs {size(change.row.memory.peak)}."
 
 
 def _device() -> str:

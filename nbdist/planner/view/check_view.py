@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from nbdist.core.units import is_stored, shown
 from nbdist.core.view import View, lines_html, table
-from nbdist.planner.check import Check, MeasuredMemory
-from nbdist.planner.live_model import LiveModel, described
+from nbdist.planner.check import Check, MeasuredMemory, StepCheck
+from nbdist.planner.live_model import described
 from nbdist.planner.memory import Memory
-from nbdist.planner.workload import Workload
+from nbdist.strategy import choice as strategies
 
 _HEAD = ["", "predicted (MB)", "measured (MB)", "error"]
 # Strategies that reduce in pieces.
@@ -35,15 +35,10 @@ class PlanCheckView(View):
     measured: MeasuredMemory | None = None
 
 
-def shown_check(
-    live: LiveModel,
-    strategy: str,
-    load: Workload,
-    memory: Memory,
-    checks: tuple[Check, ...],
-    measured: MeasuredMemory,
-) -> PlanCheckView:
+def shown_check(step: StepCheck) -> PlanCheckView:
     """The table, with what was run above it."""
+    live, load, memory, measured = step.live, step.load, step.memory, step.measured
+    strategy = strategies.described(step.choice)
     tokens = f" x {load.sequence} tokens" if live.is_language_model else ""
     before = [
         *described(live),
@@ -60,10 +55,10 @@ def shown_check(
         after.append(f"Activations and peak are not predicted: {memory.note}.")
     elif memory.note:
         after.append(f"By formulas: {memory.note}.")
-    rows = table(_HEAD, [_cells(check) for check in checks])
+    rows = table(_HEAD, [_cells(check) for check in step.checks])
     text = "\n".join([*before, "", rows.text, "", *after])
     page = f"<div>{lines_html(before)}{rows.html}{lines_html(after)}</div>"
-    return PlanCheckView(text, page, checks=checks, memory=memory, measured=measured)
+    return PlanCheckView(text, page, checks=step.checks, memory=memory, measured=measured)
 
 
 def _cells(check: Check) -> list[str]:

@@ -38,10 +38,10 @@ def shown_search(search: Search, advice: Advice, lines: Sequence[str]) -> Search
 
     `lines` are what to type for the chosen row.
     """
-    planned, chosen = search.planned, advice.row
+    chosen = advice.row
     take = _take(search, chosen, lines)
     best, front = _best(search, chosen), _front(search)
-    before, after = [*heading(planned), _counts(search)], footing(planned)
+    before, after = [*heading(search), _counts(search)], footing(search)
     parts = [*advice.sentences, *take, "", *before, ""]
     for view in (best, front):
         parts += [view.text, ""] if view.text else []
@@ -52,14 +52,14 @@ def shown_search(search: Search, advice: Advice, lines: Sequence[str]) -> Search
         f"{lines_html(before)}"
         f'<div style="font-size:smaller">{lines_html(after)}</div></div>'
     )
-    return SearchView("\n".join([*parts, *after]), page, plan=planned, advice=advice, search=search)
+    return SearchView("\n".join([*parts, *after]), page, plan=search, advice=advice, search=search)
 
 
 def _take(search: Search, chosen: PlanRow | None, lines: Sequence[str]) -> list[str]:
     """What to type for a row, and the batch that goes with it."""
     if chosen is None:
         return []
-    samples = search.space.load.samples
+    samples = search.load.samples
     loader = f"The data loader gives each data-parallel rank {chosen.batch} of {samples} samples"
     return [*lines, f"{loader} at once."]
 
@@ -82,7 +82,7 @@ def _best(search: Search, chosen: PlanRow | None) -> View:
     place = next((n for n, row in enumerate(ranked, 1) if row is chosen), None)
     if chosen is not None and place is not None and place > BEST:
         shown.append((place, chosen))
-    head = [*_HEAD, *cost_head(search.planned)]
+    head = [*_HEAD, *cost_head(search)]
     rows = [[_mark(number, row, chosen), *_cells(search, row)] for number, row in shown]
     before = [f"The fastest of {len(ranked):,} (> is the choice):"]
     return table(head, rows, before=before, after=_notes(search, shown))
@@ -100,18 +100,18 @@ def _cells(search: Search, row: PlanRow) -> list[str]:
     return [
         row.typed, str(row.batch), f"{memory.peak / 1e9:,.1f}", f"{100 * row.share:.1f}",
         f"{time.step_s:.3g}", f"{time.tokens_per_s:,.0f}", f"+{more:.1f} %" if more else "-",
-        *cost_cells(search.planned, time),
+        *cost_cells(search, time),
     ]  # fmt: skip
 
 
 def _notes(search: Search, shown: Sequence[tuple[int, PlanRow]]) -> list[str]:
     """Why some of the fastest are not compared, and what leaving a host costs, by row."""
-    planned, widest = search.planned, widest_gradients(search.ranked)
+    widest = widest_gradients(search.ranked)
     reasons: dict[str, list[str]] = {}
     for number, row in shown:
-        if reason := objection(planned, widest, row):
+        if reason := objection(search, widest, row):
             reasons.setdefault(f"{reason}.", []).append(str(number))
-        for axis in crossing(planned, row):
+        for axis in crossing(search, row):
             assert row.time is not None
             waits_s = row.time.exposed_s.get(axis, 0.0)
             share = 100 * waits_s / row.time.step_s
@@ -127,7 +127,7 @@ def _front(search: Search) -> View:
         return View("")
     rows = [_cells(search, row) for row in front]
     before = ["Pareto front: no other row is as fast with as little memory."]
-    return table([*_HEAD[1:], *cost_head(search.planned)], rows, before=before)
+    return table([*_HEAD[1:], *cost_head(search)], rows, before=before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def _picture(search: Search, chosen: PlanRow | None) -> str:
     scale = _Scale(fastest_s, slowest_s, min(max(1.1, *shares), _LARGEST))
     shapes = [*_axes(search, scale), _front_line(front, scale)]
     shapes += [_point(row, scale, row in front, row is chosen) for row in drawn]
-    name = html.escape(f"Memory against time of {search.space.model.name}'s configurations")
+    name = html.escape(f"Memory against time of {search.model.name}'s configurations")
     return (
         f'<svg role="img" aria-label="{name}; the tables have the numbers." width="{_WIDTH}" '
         f'height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
@@ -173,7 +173,7 @@ def _drawn(search: Search, chosen: PlanRow | None) -> list[PlanRow]:
     count: dict[object, int] = {}
     drawn = []
     keep = {id(row) for row in (*search.front, *search.ranked[:BEST], chosen)}
-    for row in search.planned.rows:
+    for row in search.rows:
         assert row.choice is not None
         mesh = row.choice.name, row.choice.degrees
         count[mesh] = count.get(mesh, 0) + 1
@@ -184,7 +184,7 @@ def _drawn(search: Search, chosen: PlanRow | None) -> list[PlanRow]:
 
 
 def _axes(search: Search, scale: _Scale) -> list[str]:
-    device = search.space.device
+    device = search.device
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     shapes = [_line(_LEFT, bottom, right, bottom), _line(_LEFT, _TOP, _LEFT, bottom)]
     for share, dash, label in (
