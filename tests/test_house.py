@@ -540,6 +540,23 @@ def test_what_is_looked_for_is_where_the_page_says() -> None:
     assert [f"{path}: {name}" for path, name in rows if name not in defined[path]] == []
 
 
+def test_each_promise_has_a_test_of_make_test() -> None:
+    """Tests in the table "What must hold" exist, and no mark keeps them for another target."""
+    text = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| ([\w/]+\.py) \| `(test_\w+)` \|$", text, re.MULTILINE)
+    left_out = "faults|parity|accuracy|more_browser|more_hosts|versions|skip"
+    problems = []
+    for path, name in rows:
+        tree = parsed((ROOT / "tests" / path).read_text(encoding="utf-8"))
+        definitions = [n for n in tree.body if isinstance(n, FUNCTIONS) and n.name == name]
+        marks = [ast.unparse(mark) for test in definitions for mark in test.decorator_list]
+        if not definitions or any(re.match(rf"pytest\.mark\.({left_out})\b", m) for m in marks):
+            problems.append(f"{path}::{name}")
+
+    assert len(rows) >= 30
+    assert problems == []
+
+
 @pytest.mark.parametrize("page", ["architecture", "internals", "adding", "private_names"])
 def test_pages_name_files_that_are_there(page: str) -> None:
     """Each file of the package that a page on its structure names exists."""
