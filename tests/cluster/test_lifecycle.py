@@ -107,8 +107,14 @@ def stranger() -> Iterator[psutil.Popen]:
         assert is_alive
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("end", ["restart", "shutdown", "kill"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "kill",
+        pytest.param("restart", marks=pytest.mark.faults),
+        pytest.param("shutdown", marks=pytest.mark.faults),
+    ],
+)
 def test_an_idle_run_ends_with_its_kernel(end: str, tmp_path: Path, stranger: psutil.Popen) -> None:
     """However an idle kernel ends, within 5 s no process and no file of its ranks is left."""
     with kernel_in(tmp_path) as kernel:
