@@ -266,7 +266,8 @@ class Session(CellRanks):
         """What every rank does now, within seconds; see cells.kernel.status."""
         self.maintenance.reconnect()
         now = cells_status.status(self, self.health, wants_stacks=wants_stacks)
-        lines = [*self.checkpoints.status(), *self.cluster.status_lines(), self._keep_phrase()]
+        hosts = self.cluster.engine_set.status_lines()
+        lines = [*self.checkpoints.status(), *hosts, self._keep_phrase()]
         return replace(now, waits=(*now.waits, *filter(None, lines)))
 
     def _keep_phrase(self) -> str:

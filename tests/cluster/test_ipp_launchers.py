@@ -20,6 +20,7 @@ from nbdist.cells.kernel.cell_outcome import CellOutcome, still_aborting_message
 from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, profiles
 from nbdist.cluster.kernel.cluster import LOST, Cluster
+from nbdist.cluster.kernel.launchers.rank_set import RankSet
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import topology
@@ -269,8 +270,7 @@ def test_an_exit_says_who_ended_the_ranks_or_that_only_the_connection_is_lost() 
 def two_ranks() -> Ranks:
     """Two ranks of a launcher that starts none again; the connection of rank 1 was lost."""
     cluster = Cluster.__new__(Cluster)
-    cluster._cluster = SimpleNamespace(engine_set=None)
-    cluster.processes = SimpleNamespace(exits={1: Exit(1, None, LOST)})
+    cluster.processes = SimpleNamespace(exits={1: Exit(1, None, LOST)}, engine_set=RankSet())
     cluster.channel = SimpleNamespace(engine_ids=(0,))
     cluster.run_dir = Path("/nowhere")
     reports = topology.local_reports(2, hostname="here", gpus=(), cores=2)

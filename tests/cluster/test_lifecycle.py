@@ -25,7 +25,7 @@ import json, nbdist
 cluster = nbdist.session().cluster
 print(json.dumps({
     "run_dir": str(cluster.run_dir),
-    "guardian": cluster.guardian_pid,
+    "guardian": cluster._guard.pid,
     "controller": cluster.processes.controller_pid(),
     "engines": list(cluster.processes.pids().values()),
 }))
@@ -146,7 +146,7 @@ def test_a_busy_run_whose_guardian_was_killed_ends_with_its_kernel(
         first.guardian.kill()
         kernel.run(
             "import time\nend_s = time.monotonic() + 5\n"
-            f"while cluster.guardian_pid == {first.guardian.pid} and time.monotonic() < end_s:\n"
+            f"while cluster._guard.pid == {first.guardian.pid} and time.monotonic() < end_s:\n"
             "    time.sleep(0.01)"
         )
         run = look(kernel)

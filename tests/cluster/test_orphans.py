@@ -49,7 +49,7 @@ NOTEBOOK = """
     pids = session.run(textwrap.dedent(cell))[0].text.split()
     cluster = session.cluster
     controller = cluster.processes.controller_pid()
-    pids_of_run = [str(cluster.run_dir), cluster.guardian_pid, controller, *pids]
+    pids_of_run = [str(cluster.run_dir), cluster._guard.pid, controller, *pids]
     print("RUN", json.dumps(pids_of_run), flush=True)
     time.sleep(300)
 """

@@ -15,6 +15,7 @@ import pytest
 from traitlets.utils.importstring import import_item
 
 from nbdist.cluster.kernel import ipp_cluster, profiles, start
+from nbdist.cluster.kernel.launchers import rank_set
 from nbdist.cluster.kernel.processes import Exit, Processes
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core import topology
@@ -57,7 +58,7 @@ def test_the_shipped_profile_is_found_without_an_own_one(ipython_dir: Path) -> N
     config = profiles.load("local")
 
     assert profiles.user_profiles() == {}
-    assert ipp_cluster.kind_of(config) == ipp_cluster.LOCAL
+    assert ipp_cluster.kind_of(config) == rank_set.LOCAL
 
 
 def test_an_own_profile_wins_over_the_shipped_one(ipython_dir: Path) -> None:
@@ -66,7 +67,7 @@ def test_an_own_profile_wins_over_the_shipped_one(ipython_dir: Path) -> None:
     config = profiles.load("local")
 
     assert config.Cluster.engine_launcher_class == "mpi"
-    assert ipp_cluster.kind_of(config) == ipp_cluster.OTHER
+    assert ipp_cluster.kind_of(config) == rank_set.OTHER
 
 
 def test_an_unknown_profile_names_both_kinds(ipython_dir: Path) -> None:
@@ -100,7 +101,7 @@ def test_other_launchers_are_not_judged_by_this_machine(launcher: str, ipython_d
     """Only the shipped launcher gives ranks; all others are asked what they have."""
     put(ipython_dir, "far", f"c = get_config()\nc.Cluster.engine_launcher_class = '{launcher}'\n")
 
-    assert ipp_cluster.kind_of(profiles.load("far")) == ipp_cluster.OTHER
+    assert ipp_cluster.kind_of(profiles.load("far")) == rank_set.OTHER
 
 
 def over_a_port(*args: Any, find_store: Any = start.find_store) -> Any:

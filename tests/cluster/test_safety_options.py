@@ -6,6 +6,7 @@ import pytest
 
 from nbdist import commands
 from nbdist.cluster.kernel import ipp_cluster, launcher, start
+from nbdist.cluster.kernel.launchers import rank_set
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.commands import cluster
 from nbdist.errors import OptionError
@@ -56,7 +57,7 @@ def test_checks_are_for_ranks_that_are_started_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Engines of another cluster have their environment already: the variable is named."""
-    monkeypatch.setattr(ipp_cluster, "kind_of", lambda _config: ipp_cluster.OTHER)
+    monkeypatch.setattr(ipp_cluster, "kind_of", lambda _config: rank_set.OTHER)
     with pytest.raises(OptionError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"):
         start.start(StartOptions(2, debug="detail"), print)
 

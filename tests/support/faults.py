@@ -91,7 +91,7 @@ import json, nbdist
 cluster = nbdist.session().cluster
 processes = cluster.processes
 print(json.dumps([str(cluster.run_dir), processes.pids(), processes.controller_pid(),
-                  cluster.guardian_pid]))
+                  cluster._guard.pid]))
 """
 _case_numbers = itertools.count(1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import os
 import shlex
 import signal
@@ -19,18 +18,17 @@ from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
 from nbdist.cluster.agent import guardian
-from nbdist.cluster.hosts import clock_notes
 from nbdist.cluster.kernel import (
     controller,
     ipp_cluster,
     ipp_launchers,
-    launcher,
     processes,
     run_dir,
 )
 from nbdist.cluster.kernel.event_loop import current, run_in_loop
 from nbdist.cluster.kernel.guard import Guard
-from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
+from nbdist.cluster.kernel.launchers.agent_set import AgentEngine
+from nbdist.cluster.kernel.launchers.rank_set import LOCAL, OTHER, RankSet, is_own
 from nbdist.cluster.kernel.processes import Exit, Processes
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration
 from nbdist.cluster.run_owner import Keep
@@ -141,9 +139,7 @@ class Cluster:
         self._take(
             ipp_cluster.reopen(self._config, self.run_dir, log, is_living, is_distant=is_distant)
         )
-        engine_set = self._cluster.engine_set
-        if isinstance(engine_set, AgentEngineSetLauncher):
-            await engine_set.attach()
+        await self.engine_set.attach()
         if self._cluster.controller is not None:
             self.processes.watch_controller()
         engines = self._watch_engines()
@@ -162,8 +158,7 @@ class Cluster:
             StartError: If the run's folder cannot be written.
         """
         self._keep_s = seconds
-        if isinstance(self._cluster.engine_set, AgentEngineSetLauncher):
-            self._cluster.engine_set.keep(seconds)
+        self.engine_set.keep(seconds)
         self._note_change()
         written = {
             **start,
@@ -192,12 +187,11 @@ class Cluster:
         """Write down which processes there are, for whoever attaches."""
         if self._keep_s:
             self._cluster.update_cluster_file()
-            self._promise_ending(self._cluster.engine_set)
+            self._promise_ending(self.engine_set)
 
-    def _promise_ending(self, engine_set: Any) -> None:
+    def _promise_ending(self, engine_set: RankSet) -> None:
         """Let whoever ends kept ranks of other hosts without this kernel know how."""
-        ending = getattr(engine_set, "ending", lambda: None)()
-        if ending is not None:
+        if (ending := engine_set.ending()) is not None:
             self._guard.promise(ending)
 
     def _note_taken(self) -> None:
@@ -216,18 +210,12 @@ class Cluster:
         with sigint.deferred_sigint():
             if hasattr(self, "_cluster"):
                 ipp_cluster.silence(self._cluster)
-                if isinstance(self._cluster.engine_set, AgentEngineSetLauncher):
-                    self._cluster.engine_set.leave()
+                self.engine_set.leave()
             if self.channel is not None:
                 self.channel.close()
             if not self.taken:
                 run_dir.note_detached(self.run_dir, self._keep_s)
             self._guard.leave()
-
-    @property
-    def guardian_pid(self) -> int:
-        """The process id of the guardian."""
-        return self._guard.pid
 
     def start(self, world_size: int | None, deadline_s: float, progress: Reporter) -> int:
         """Start controller and engines, connect, and wait until all engines have registered.
@@ -267,7 +255,7 @@ class Cluster:
             await starting
         finally:
             starting.cancel()
-        return getattr(self._cluster.engine_set, "world_size", world_size)
+        return self.engine_set.world_size or world_size
 
     def _connect(self, end_s: float, engines: Collection[int] | None = None) -> Channel:
         # ipyparallel would give up after 10 s, whatever the deadline is.
@@ -298,7 +286,7 @@ class Cluster:
             raise StartError(f"The cluster could not start: {why}") from error
 
     def _watch_engines(self) -> Collection[int]:
-        engines = self.processes.engine_launchers()
+        engines = self.engine_set.engines()
         for number, engine in engines.items():
             self._watch_engine(number, engine)
         return engines
@@ -347,10 +335,9 @@ class Cluster:
             if engines is not None:
                 return sorted(engine_ids.intersection(engines))
             # Of those that join by themselves both is waited for: they do it side by side.
-            joins_itself = isinstance(self._cluster.engine_set, launcher.RankEngineSetLauncher)
-            return sorted(
-                engine_ids & run_dir.joined_ranks(self.run_dir) if joins_itself else engine_ids
-            )
+            is_local = self.engine_set.kind == LOCAL
+            joined = run_dir.joined_ranks(self.run_dir) if is_local else engine_ids
+            return sorted(engine_ids & joined)
 
         expected = tuple(range(world_size) if engines is None else engines)
         return EngineRegistration(
@@ -368,23 +355,15 @@ class Cluster:
         """Whether the controller was started with CURVE."""
         return self._connection is not None and self._connection.is_encrypted
 
-    def host_notes(self) -> list[str]:
-        """What was found on the hosts of agents that does not keep ranks from starting."""
-        return clock_notes(getattr(self._cluster.engine_set, "checks", ()))
-
     @property
     def can_restart(self) -> bool:
         """Whether single engines can be started again: those of nbdist's own launchers."""
-        launchers = (launcher.RankEngineSetLauncher, AgentEngineSetLauncher)
-        return isinstance(self._cluster.engine_set, launchers)
+        return self.engine_set.kind != OTHER
 
-    def take_notes(self) -> list[str]:
-        """What the launcher has to tell of its hosts, each line once; empty of most."""
-        return getattr(self._cluster.engine_set, "take_notes", list)()
-
-    def status_lines(self) -> list[str]:
-        """What the launcher shows of its hosts in a status; empty of most."""
-        return getattr(self._cluster.engine_set, "status_lines", list)()
+    @property
+    def engine_set(self) -> RankSet:
+        """What has started the engines, and speaks for their hosts."""
+        return self.processes.engine_set
 
     def restart_engines(
         self,
@@ -444,13 +423,11 @@ class Cluster:
     async def _start_again(self, engines: Collection[int], environment: Mapping[str, str]) -> None:
         for engine in engines:
             run_dir.forget(self.run_dir, engine)
-            started = self._cluster.engine_set.start_one(engine, environment)
-            if inspect.isawaitable(started):
-                started = await started
+            await self._cluster.engine_set.start_one(engine, environment)
             self.processes.exits.pop(
                 engine, None
             )  # not before: without a host it stays as ended as it was
-            self._watch_engine(engine, started)
+            self._watch_engine(engine, self.engine_set.engines()[engine])
 
     def restart_controller(self, deadline_s: float) -> None:
         """Put a new controller in the place of one that has ended; engines keep all they have.
@@ -464,7 +441,7 @@ class Cluster:
         """
         end_s = time.monotonic() + deadline_s
         connection, old = self._connection, self._cluster.controller
-        if connection is None or not processes.is_own(old) or connection.is_encrypted:
+        if connection is None or not is_own(old) or connection.is_encrypted:
             raise OptionError("The controller of this profile cannot be restarted from here.")
         if self.channel is not None:
             self.channel.close()
@@ -530,7 +507,7 @@ class Cluster:
                 # A batch system's, or on other hosts: only their launcher can end them.
                 self._stop_other(self._cluster.stop_engines(), "engines")
                 self._promise_ending(engine_set)
-            if not processes.is_own(controller) and ipp_launchers.has_job(controller):
+            if not is_own(controller) and ipp_launchers.has_job(controller):
                 self._stop_other(self._cluster.stop_controller(), "controller")
             processes.terminate(pids, grace_s)
         finally:

@@ -14,22 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import ipyparallel
-from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineSetLauncher
+from ipyparallel.cluster.launcher import LocalControllerLauncher
 from traitlets import TraitError
 from traitlets.config import Config
 
 from nbdist.cluster.kernel import ipp_launchers, launcher
-from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher
-from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
+from nbdist.cluster.kernel.launchers.rank_set import LOCAL, RankSet
 from nbdist.cluster.kernel.run_dir import replace_file
 from nbdist.cluster.peer_filter import OpenPort
 from nbdist.core import host
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError, StartError
 
-# Ranks of this machine; of hosts with an agent each, which may be a Slurm job's; of launchers that
-# are ipyparallel's alone.
-LOCAL, AGENTS, SLURM, OTHER = "local", "agents", "slurm", "other"
 # What Linux (108) and macOS allow of a socket's name, and what the controller adds to its folder's.
 LONGEST_ADDRESS = 103
 SOCKET_NAME_BYTES = len(":12345678")
@@ -59,10 +55,11 @@ def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
         profile_dir=str(run_dir / "profile"),
         shutdown_atexit=False,
     )
-    for name in ("controller_launcher_class", "engine_launcher_class"):
-        setattr(unstarted, name, ipp_launchers.watched(getattr(unstarted, name)))
-    if unstarted.controller_launcher_class is LocalControllerLauncher:
-        unstarted.controller_launcher_class = launcher.ForkedControllerLauncher
+    controller, engines = unstarted.controller_launcher_class, unstarted.engine_launcher_class
+    if controller is LocalControllerLauncher:
+        controller = launcher.ForkedControllerLauncher
+    unstarted.controller_launcher_class = ipp_launchers.watched(controller)
+    unstarted.engine_launcher_class = ipp_launchers.rank_set(ipp_launchers.watched(engines))
     return unstarted
 
 
@@ -159,21 +156,15 @@ def mark(config: Config, run_dir: Path) -> None:
 
 
 def kind_of(config: Config) -> str:
-    """Who starts a profile's ranks: LOCAL, AGENTS, SLURM, or another launcher of ipyparallel's.
+    """Who starts a profile's ranks, as RankSet has it.
 
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
-    kinds: dict[type, str] = {
-        launcher.RankEngineSetLauncher: LOCAL,
-        SlurmRankSetLauncher: SLURM,
-        AgentEngineSetLauncher: AGENTS,
-    }
-    starts = launchers(config)[1]
-    return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
+    return launchers(config)[1].kind
 
 
-def launchers(config: Config) -> tuple[type, type]:
+def launchers(config: Config) -> tuple[type, type[RankSet]]:
     """The classes that start a profile's controller and its engines.
 
     Raises:
@@ -236,11 +227,8 @@ def _bound_addresses(args: Sequence[str]) -> list[str]:
 
 def _reaches_out(config: Config) -> bool:
     """Whether a controller of this machine may have engines on other hosts."""
-    starts_controller, engines = launchers(config)
-    is_here = issubclass(starts_controller, LocalControllerLauncher)
-    # Others derive from it: ipyparallel's own for SSH does.
-    are_here = engines is LocalEngineSetLauncher or getattr(engines, "is_on_this_machine", False)
-    return is_here and not are_here
+    controller, engines = launchers(config)
+    return issubclass(controller, LocalControllerLauncher) and not engines.is_on_this_machine
 
 
 def use_folder(config: Config, run_dir: Path) -> None:

@@ -20,6 +20,7 @@ from ipyparallel.cluster.launcher import (
     BatchSystemLauncher,
     ControllerLauncher,
     HTCondorLauncher,
+    LocalEngineSetLauncher,
     LSFLauncher,
     MPILauncher,
     PBSLauncher,
@@ -29,6 +30,7 @@ from traitlets import Integer, Unicode
 from traitlets.config import Config
 
 from nbdist.cluster.hosts import Host
+from nbdist.cluster.kernel.launchers.rank_set import RankSet
 from nbdist.errors import OptionError, StartError
 
 # Less than what a stop waits for the loop in which these commands run.
@@ -177,6 +179,15 @@ def watched(launcher: type) -> type:
     members = {} if run_original is None else {"_run_command": run_command}
     # By the same name, by which profiles configure it.
     return type(launcher.__name__, (KeptOutput, launcher), members)
+
+
+def rank_set(launcher: type) -> type:
+    """The launcher of engines, with the plain answers of a RankSet where it has none."""
+    if issubclass(launcher, RankSet):
+        return launcher
+    # Not what derives from ipyparallel's local one: its own for SSH does.
+    members = {"is_on_this_machine": launcher is LocalEngineSetLauncher}
+    return type(launcher.__name__, (launcher, RankSet), members)
 
 
 def explain(error: Exception) -> str:

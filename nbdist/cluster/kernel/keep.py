@@ -230,7 +230,7 @@ def _check_place(run: Run, start: Mapping[str, Any]) -> None:
     if start["machine"] == host.this_machine():
         return
     named = {name for name, *_ in config.AgentEngineSetLauncher.get("hosts", [])}
-    is_local = getattr(ipp_cluster.launchers(config)[1], "is_on_this_machine", False)
+    is_local = ipp_cluster.launchers(config)[1].is_on_this_machine
     if is_local or OWN_NAMES & named:
         why = f"Ranks of {run.name} are processes of {there}"
     elif not start["connection"].is_open:

@@ -21,6 +21,7 @@ from traitlets import Dict, Unicode
 from nbdist.cluster import nccl_env
 from nbdist.cluster.kernel import rank_server
 from nbdist.cluster.kernel.ipp_launchers import KeptOutput
+from nbdist.cluster.kernel.launchers.rank_set import LOCAL, RankSet
 from nbdist.cluster.kernel.rank_server import RankServer, ServerError
 from nbdist.errors import StartError
 
@@ -146,11 +147,12 @@ class RankEngineLauncher(KeptOutput, ForkedEngineLauncher):
         ]
 
 
-class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
+class RankEngineSetLauncher(LocalEngineSetLauncher, RankSet):  # type: ignore[misc]
     """Starts one engine per rank on this machine; engine id = rank."""
 
     launcher_class = RankEngineLauncher
     member = "rank"
+    kind = LOCAL
     is_on_this_machine = True
 
     common_environment = Dict(help="Environment variables of every engine.").tag(config=True)

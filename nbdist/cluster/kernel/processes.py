@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ipyparallel.cluster.launcher import LocalProcessLauncher, SSHLauncher
+from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from nbdist.cluster.agent import guardian
 from nbdist.cluster.kernel import ipp_launchers, run_dir
@@ -21,6 +21,7 @@ from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine
 from nbdist.cluster.kernel.launchers.agents import SILENT_S
 from nbdist.cluster.kernel.launchers.helper_process import exit_words
+from nbdist.cluster.kernel.launchers.rank_set import RankSet, is_own
 from nbdist.errors import StartError
 from nbdist.rpc.kernel import sigint
 
@@ -59,26 +60,13 @@ class Exit:
     @property
     def how(self) -> str:
         """`exit code 1`, `signal SIGKILL`."""
+        code = "unknown exit code" if self.code is None else exit_words(self.code)
         if self.unreachable:
             return self.unreachable
         if self.starter:
-            return f"{self.starter} ended all ranks, {self._code}" + (
-                f': "{self.words}"' if self.words else ""
-            )
-        return self._code
-
-    @property
-    def _code(self) -> str:
-        return "unknown exit code" if self.code is None else exit_words(self.code)
-
-
-def is_own(candidate: Any) -> bool:
-    """Whether this launcher's process is a child of this kernel (SSH's pids are elsewhere)."""
-    return (
-        isinstance(candidate, LocalProcessLauncher)
-        and not isinstance(candidate, SSHLauncher)
-        and candidate.pid > 0
-    )
+            words = f': "{self.words}"' if self.words else ""
+            return f"{self.starter} ended all ranks, {code}{words}"
+        return code
 
 
 def terminate(pids: list[int], grace_s: float) -> None:
@@ -157,6 +145,11 @@ class Processes:
         return pid > 0 and guardian.start_ticks(pid) == self._start_times.get(pid, "")
 
     @property
+    def engine_set(self) -> RankSet:
+        """The launcher of the engines; without any, one that has started none."""
+        return self.cluster.engine_set or RankSet()
+
+    @property
     def sees_ends(self) -> bool:
         """Whether the end of an engine is seen by its process or agent, not by the controller."""
         return bool(self._started) or is_own(self.cluster.engine_set)
@@ -164,13 +157,13 @@ class Processes:
     @property
     def has_local_engines(self) -> bool:
         """Whether this kernel has started engines' processes itself."""
-        return any(isinstance(engine, LocalProcessLauncher) for engine in self._started.values())
+        return any(map(is_own, self._started.values()))
 
     def pids(self) -> dict[int, int]:
         """Engine id -> process id of the living engines that this kernel has started itself."""
         return {
             self._engine_of.get(number, number): engine.pid
-            for number, engine in self.engine_launchers().items()
+            for number, engine in self.engine_set.engines().items()
             if is_own(engine)
         }
 
@@ -201,16 +194,6 @@ class Processes:
             time.sleep(POLL_S)
         return self.exits.get(engine)
 
-    def engine_launchers(self) -> dict[int, LocalProcessLauncher | AgentEngine]:
-        """The launcher's number -> what it has started, of engines that live."""
-        # ipyparallel takes a launcher out of this when its process ends.
-        launchers = getattr(self.cluster.engine_set, "launchers", {})
-        return {
-            int(number): engine
-            for number, engine in list(launchers.items())
-            if is_own(engine) or isinstance(engine, AgentEngine)
-        }
-
     def watch_controller(self) -> None:
         """Note the controller's end."""
         controller = self.cluster.controller
@@ -222,7 +205,7 @@ class Processes:
         """Note the end of what the launcher has started under this number."""
         engine.on_stop(functools.partial(self._note_end, number))
         self._started[number] = engine
-        pid = engine.agent.pid if isinstance(engine, AgentEngine) else engine.pid
+        pid = engine.pid if is_own(engine) else engine.agent.pid
         if pid not in self._start_times:
             self.guard(pid)
 
@@ -281,7 +264,7 @@ class Processes:
         started = self._started.get(engine)
         if started is None:  # it had ended before this kernel attached
             return
-        if isinstance(started, AgentEngine):
+        if not is_own(started):
             started.end()
             # A host that was cut off just now is seen to be by then.
             if self.exit_of(engine, SILENT_S + END_SESSION_S) is None:
@@ -307,13 +290,11 @@ class Processes:
 
     def interrupt(self, engine: int) -> bool:
         """Send SIGINT to one engine; False where that is for the controller to do."""
-        started = self._started.get(engine)
-        pid = self.pids().get(engine)
         if engine in self.exits:
             return True
-        if isinstance(started, AgentEngine):
-            started.signal(signal.SIGINT)
-        elif pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                os.kill(pid, signal.SIGINT)
-        return isinstance(started, AgentEngine) or pid is not None
+        engines = self.engine_set.engines().items()
+        launchers = [el for n, el in engines if self._engine_of.get(n, n) == engine]
+        for launcher in launchers:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
+                launcher.signal(signal.SIGINT)
+        return bool(launchers)

@@ -17,10 +17,11 @@ import psutil
 from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
-from nbdist.cluster.hosts import Host, share_ranks
+from nbdist.cluster.hosts import Host, clock_notes, share_ranks
 from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.launchers import slurm as slurm_launcher
+from nbdist.cluster.kernel.launchers.rank_set import LOCAL, OTHER, SLURM
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.peer_filter import OpenPort
 from nbdist.cluster.slurm import DEFAULTS, TYPED, SlurmOptions
@@ -114,12 +115,12 @@ def start(options: StartOptions, progress: Reporter) -> tuple[Cluster, Topology,
         gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
     )
     world_size, expected, chosen = options.world_size, None, available
-    if kind == ipp_cluster.LOCAL:
+    if kind == LOCAL:
         chosen = topology.select_gpus(available, options.gpus)
         expected = _expected_plan(chosen, options)
         notes += _local_notes(expected, options)
         world_size = expected.world_size
-    elif kind == ipp_cluster.OTHER:
+    elif kind == OTHER:
         notes += _complete_profile(config, options)
         world_size = _world_size(options, available)
     else:
@@ -137,7 +138,7 @@ def start(options: StartOptions, progress: Reporter) -> tuple[Cluster, Topology,
     except BaseException:
         cluster.stop(grace_s=0)
         raise
-    notes += [*cluster.host_notes(), *rank_notes]
+    notes += [*clock_notes(cluster.engine_set.checks), *rank_notes]
     return cluster, plan, tuple(filter(None, notes))
 
 
@@ -150,7 +151,7 @@ def _find_hosts(
     promise: Callable[[Sequence[str]], None],
 ) -> None:
     """Complete the config with the hosts that ranks start on; see Cluster."""
-    if kind == ipp_cluster.SLURM:
+    if kind == SLURM:
         slurm_launcher.configure(
             config, options.slurm, options.world_size, f"nbdist-{run}", promise, progress
         )
@@ -161,35 +162,35 @@ def _load_profile(options: StartOptions) -> tuple[Config, str]:
     """The profile with its kind; refuses options that its launcher knows nothing of."""
     config = profiles.load(options.profile)
     kind = ipp_cluster.kind_of(config)
-    if kind == ipp_cluster.OTHER and options.debug != "off":
+    if kind == OTHER and options.debug != "off":
         raise OptionError(
             f"--debug does not work with the profile {options.profile!r}, whose ranks nbdist does "
             "not start itself. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its "
             "engines start."
         )
-    if kind == ipp_cluster.OTHER and options.gpus is not None and not is_all(options.gpus):
+    if kind == OTHER and options.gpus is not None and not is_all(options.gpus):
         raise OptionError(
             f"--gpus does not work with the profile {options.profile!r}, whose ranks nbdist does "
             f"not start itself. Leave it out, and {GPUS} too, and set CUDA_VISIBLE_DEVICES in the "
             "environment in which its engines start."
         )
-    if kind == ipp_cluster.LOCAL and options.hosts:
+    if kind == LOCAL and options.hosts:
         raise OptionError(
             f"The ranks of the profile {options.profile!r} are on this machine. --hosts works with "
             "the profiles ssh, mpi and pretended."
         )
-    if kind != ipp_cluster.SLURM and options.slurm != DEFAULTS:
+    if kind != SLURM and options.slurm != DEFAULTS:
         raise OptionError(
             f"The ranks of the profile {options.profile!r} are not started by Slurm: "
             f"{', '.join(TYPED[:-1])} and {TYPED[-1]} work with the profile slurm. Add --profile "
             "slurm, or leave them out."
         )
-    if kind == ipp_cluster.SLURM and options.hosts:
+    if kind == SLURM and options.hosts:
         raise OptionError(
             f"The hosts of the profile {options.profile!r} are those of its job. --hosts works "
             "with the profiles ssh, mpi and pretended."
         )
-    if kind != ipp_cluster.LOCAL and options.strategy:
+    if kind != LOCAL and options.strategy:
         places = {host.name: host.places for host in options.hosts if host.places}
         is_known = bool(places) and len(places) == len(options.hosts)
         shares = share_ranks(places, options.world_size) if is_known else {}
@@ -266,7 +267,7 @@ def _with_environment(options: StartOptions) -> StartOptions:
 
 def _check_keep(options: StartOptions, kind: str) -> None:
     """Refuse to keep ranks that nobody could attach to, and a checkpoint that nobody writes."""
-    if kind == ipp_cluster.OTHER and options.keep_s:
+    if kind == OTHER and options.keep_s:
         raise OptionError(
             f"--keep does not work with the profile {options.profile!r}, whose ranks nbdist does "
             "not start itself. It works with the profiles local, ssh, slurm and pretended."

@@ -45,7 +45,7 @@ class Maintenance:
     def take_notes(self) -> list[str]:
         """What was done, or has happened to the hosts, and was not told yet, a line each."""
         notes, self._notes = self._notes, []
-        return notes + self._ranks.cluster.take_notes()
+        return notes + self._ranks.cluster.engine_set.take_notes()
 
     def make_whole(self) -> None:
         """Replace a controller that has ended, and ranks that the user gave up on.

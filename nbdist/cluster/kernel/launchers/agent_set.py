@@ -33,6 +33,7 @@ from nbdist.cluster.kernel.launchers.agents import (
     RankExit,
     end_kept,
 )
+from nbdist.cluster.kernel.launchers.rank_set import AGENTS, RankSet
 from nbdist.errors import NbdistError, OptionError, StartError
 
 ENGINE_FILE = "engine.json"
@@ -53,9 +54,6 @@ FORWARDED = (
 
 class AgentEngine(BaseLauncher):  # type: ignore[misc]
     """One rank's process on the host of an agent; the identifier is the rank."""
-
-    code: int | None = None
-    unreachable = ""
 
     def __init__(self, rank: int, agent: HostAgent, **kwargs: Any):
         """Start the rank's process; nothing is waited for."""
@@ -89,13 +87,13 @@ class AgentEngine(BaseLauncher):  # type: ignore[misc]
         self.notify_stop({"exit_code": code, "pid": self.pid, "unreachable": unreachable})
 
 
-class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
+class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
     """Starts ranks on hosts through their agents; engine id = rank, in the order of the hosts.
 
     A subclass says which hosts there are (`find_hosts`) and how to reach one (`command`).
     """
 
-    is_on_this_machine = False
+    kind = AGENTS
     spare_advice = (
         "Give spare hosts or places at the start (--hosts n1:4,n2:4,n3:4 with a smaller -n)"
     )
@@ -117,7 +115,6 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self.agents: dict[str, HostAgent] = {}
-        self.checks: tuple[HostCheck, ...] = ()
         self.launchers: dict[str, AgentEngine] = {}
         self._is_closed = False
         self._preparing = threading.Lock()  # a try that was broken off may still be under way
@@ -169,13 +166,9 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         """Hosts beside those of the start that may take the ranks of a lost one. May block."""
         return ()
 
-    def take_notes(self) -> list[str]:
-        """What the user has to know of the hosts, each line once."""
-        return []
-
-    def status_lines(self) -> list[str]:
-        """What a status shows of the hosts beside their ranks."""
-        return []
+    def engines(self) -> dict[int, AgentEngine]:
+        """Rank -> its process, of those that have ended too."""
+        return {int(rank): engine for rank, engine in [*self.launchers.items()]}
 
     async def start(self, n: int) -> list[int]:
         """Reach all hosts at once, check them, then start n ranks; 0 for every place.

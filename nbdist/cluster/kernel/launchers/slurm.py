@@ -15,6 +15,7 @@ from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel.launchers import slurm_job
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher, remote_command
 from nbdist.cluster.kernel.launchers.agents import RankExit
+from nbdist.cluster.kernel.launchers.rank_set import SLURM
 from nbdist.cluster.kernel.launchers.slurm_job import Allocation, JobWatch
 from nbdist.cluster.slurm import DEFAULTS, SlurmOptions
 from nbdist.core.progress import Reporter
@@ -30,6 +31,7 @@ _NO_PYTHON = re.compile(r"execve\(\): .*No such file|No such file or directory")
 class SlurmRankSetLauncher(AgentEngineSetLauncher):
     """Starts ranks on the hosts of a job that runs already; `configure` has found it."""
 
+    kind = SLURM
     # --hosts is refused here.
     spare_advice = (
         "Let nbdist ask for a job of its own at the start (--partition, --time): it gets another "
