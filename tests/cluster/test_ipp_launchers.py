@@ -10,9 +10,11 @@ import pytest
 import yaml
 from ipyparallel.cluster.launcher import (
     BatchEngineSetLauncher,
+    LocalEngineSetLauncher,
     MPIEngineSetLauncher,
     PBSEngineSetLauncher,
     SlurmEngineSetLauncher,
+    SSHEngineSetLauncher,
 )
 from traitlets.config import Config
 
@@ -20,7 +22,7 @@ from nbdist.cells.kernel.cell_outcome import CellOutcome, still_aborting_message
 from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, profiles
 from nbdist.cluster.kernel.cluster import LOST, Cluster
-from nbdist.cluster.kernel.launchers.rank_set import RankSet
+from nbdist.cluster.kernel.launchers.rank_set import OTHER, RankSet
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import topology
@@ -76,6 +78,21 @@ def test_hosts_become_mpiexecs() -> None:
     assert engines(config=config).mpi_args == [*given, "--host", "n1:2,n2:1"]
     with pytest.raises(OptionError, match=r"--hosts works with the profiles ssh, mpi and pretend"):
         ipp_launchers.spread(Config(), SlurmEngineSetLauncher, "far", hosts)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [LocalEngineSetLauncher, SSHEngineSetLauncher, MPIEngineSetLauncher, SlurmEngineSetLauncher],
+)
+def test_launchers_of_ipyparallels_have_the_plain_answers(launcher: type, tmp_path: Path) -> None:
+    """They only start engines; of theirs the local one alone starts all of them here."""
+    engine_set = ipp_launchers.rank_set(launcher)(profile_dir=str(tmp_path))
+
+    assert isinstance(engine_set, RankSet)
+    assert (engine_set.kind, engine_set.engines(), engine_set.ending()) == (OTHER, {}, None)
+    assert engine_set.take_notes() == engine_set.status_lines() == []
+    assert engine_set.is_on_this_machine is (launcher is LocalEngineSetLauncher)
+    assert ipp_launchers.rank_set(type(engine_set)) is type(engine_set)
 
 
 def test_a_machine_without_the_command_says_so_before_anything_starts(
