@@ -89,7 +89,11 @@ def test_launchers_of_ipyparallels_have_the_plain_answers(launcher: type, tmp_pa
     engine_set = ipp_launchers.rank_set(launcher)(profile_dir=str(tmp_path))
 
     assert isinstance(engine_set, RankSet)
-    assert (engine_set.kind, engine_set.engines(), engine_set.ending()) == (OTHER, {}, None)
+    assert (engine_set.kind, engine_set.engine_launchers(), engine_set.ending()) == (
+        OTHER,
+        {},
+        None,
+    )
     assert engine_set.take_notes() == engine_set.status_lines() == []
     assert engine_set.is_on_this_machine is (launcher is LocalEngineSetLauncher)
     assert ipp_launchers.rank_set(type(engine_set)) is type(engine_set)

@@ -489,7 +489,7 @@ def test_a_fork_is_watched_by_its_pid_too(runs: Path) -> None:
         return await asyncio.wait_for(ended, END_S)
 
     with session_of(StartOptions(1, gpus="none")) as session:
-        [launcher] = session.cluster.engine_set.engines().values()
+        [launcher] = session.cluster.engine_set.engine_launchers().values()
         record = launcher.to_dict()
         assert asyncio.run(watch(record))["pid"] == record["pid"]
         assert until(lambda: 0 in session.cluster.processes.exits)

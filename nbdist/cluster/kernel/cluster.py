@@ -286,7 +286,7 @@ class Cluster:
             raise StartError(f"The cluster could not start: {why}") from error
 
     def _watch_engines(self) -> Collection[int]:
-        engines = self.engine_set.engines()
+        engines = self.engine_set.engine_launchers()
         for number, engine in engines.items():
             self._watch_engine(number, engine)
         return engines
@@ -427,7 +427,7 @@ class Cluster:
             self.processes.exits.pop(
                 engine, None
             )  # not before: without a host it stays as ended as it was
-            self._watch_engine(engine, self.engine_set.engines()[engine])
+            self._watch_engine(engine, self.engine_set.engine_launchers()[engine])
 
     def restart_controller(self, deadline_s: float) -> None:
         """Put a new controller in the place of one that has ended; engines keep all they have.

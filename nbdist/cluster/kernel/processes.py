@@ -163,7 +163,7 @@ class Processes:
         """Engine id -> process id of the living engines that this kernel has started itself."""
         return {
             self._engine_of.get(number, number): engine.pid
-            for number, engine in self.engine_set.engines().items()
+            for number, engine in self.engine_set.engine_launchers().items()
             if is_own(engine)
         }
 
@@ -292,7 +292,7 @@ class Processes:
         """Send SIGINT to one engine; False where that is for the controller to do."""
         if engine in self.exits:
             return True
-        engines = self.engine_set.engines().items()
+        engines = self.engine_set.engine_launchers().items()
         launchers = [el for n, el in engines if self._engine_of.get(n, n) == engine]
         for launcher in launchers:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now

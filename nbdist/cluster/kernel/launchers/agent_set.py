@@ -166,7 +166,7 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
         """Hosts beside those of the start that may take the ranks of a lost one. May block."""
         return ()
 
-    def engines(self) -> dict[int, AgentEngine]:
+    def engine_launchers(self) -> dict[int, AgentEngine]:
         """Rank -> its process, of those that have ended too."""
         return {int(rank): engine for rank, engine in [*self.launchers.items()]}
 

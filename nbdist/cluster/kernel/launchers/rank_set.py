@@ -42,7 +42,7 @@ class RankSet:
     checks: Sequence[HostCheck] = ()
     launchers: dict[str, Any] = {}  # noqa: RUF012  # nothing is put into this one
 
-    def engines(self) -> dict[int, Any]:
+    def engine_launchers(self) -> dict[int, Any]:
         """Number -> launcher of each engine that lives and is watched from here."""
         # ipyparallel takes a launcher out of this when its process ends.
         launchers = [*self.launchers.items()]
