@@ -319,9 +319,11 @@ def export(  # noqa: PLR0913  # the options of %dist_export, by name
     """
     from nbdist.commands.export import ExportRequest, write_script
 
-    return write_script(
-        ExportRequest(script, notebook, slurm, accelerate, ranks, nodes, device, is_forced)
-    )
+    request = ExportRequest(
+        script, notebook, slurm=slurm, accelerate=accelerate, ranks=ranks, nodes=nodes,
+        device=device, is_forced=is_forced,
+    )  # fmt: skip
+    return write_script(request)
 
 
 def check_config(  # the options of %dist_config, by name

@@ -104,17 +104,17 @@ NAMED_FILE = re.compile(
 # Lines of each package. A commit that needs more writes the number here, and says why.
 LINES = {
     "": 563, "bandwidth": 1130, "cells": 4122, "checkpoint": 5448, "cluster": 8490,
-    "commands": 2842, "comparison": 723, "config": 2774, "core": 3040, "diagnostics": 1574,
+    "commands": 2765, "comparison": 723, "config": 2774, "core": 3052, "diagnostics": 1574,
     "engine": 3145, "exporter": 1621, "frontend": 766, "hang": 6517, "lints": 3748, "memory": 6045,
-    "monitor": 1742, "notebook": 1211, "panel": 2233, "parallel": 16158, "planner": 7830,
+    "monitor": 1742, "notebook": 1211, "panel": 2233, "parallel": 16158, "planner": 7777,
     "recording": 624, "rpc": 955, "strategy": 2513, "switch": 1142, "testing": 317, "trace": 3891,
-    "variables": 1063, "verification": 3385,
+    "variables": 1063, "verification": 3399,
 }  # fmt: skip
 # Names of locals and arguments that say little. Their count may only fall.
 PALE = {"place": 822, "what": 408, "typed": 220, "here": 184, "others": 177, "wanted": 139,
         "rest": 131, "seen": 101}  # fmt: skip
 # First lines of docstrings that begin in the middle of a sentence. Their count may only fall.
-FRAGMENTS, IN_THE_MIDDLE = 219, {"Of", "As", "Its", "For", "Those", "That", "These", "This"}
+FRAGMENTS, IN_THE_MIDDLE = 218, {"Of", "As", "Its", "For", "Those", "That", "These", "This"}
 # What a local is not called: the word says nothing of what it holds.
 VAGUE = {"found", "kept", "known", "one", "own", "told"}
 # Where an engine process begins: it hands itself over to ipyparallel.

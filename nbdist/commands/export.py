@@ -18,7 +18,7 @@ from nbdist.commands import cells, checkpoint, config
 from nbdist.config import kernel as config_kernel
 from nbdist.config.emit import ACCELERATE, SBATCH
 from nbdist.config.launch import configured
-from nbdist.core.option import Option, rank_count
+from nbdist.core.option import Option, of_values, option, options_of, rank_count, switch
 from nbdist.core.view import View
 from nbdist.errors import OptionError, RankBusy, RankGone
 from nbdist.exporter import export
@@ -52,23 +52,33 @@ class _Origin:
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What is to be written, and for which ranks.
-
-    Attributes:
-        source: The notebook's file; None for this notebook, "history" for the cells that ran.
-        slurm, accelerate: A batch script and a YAML of Accelerate to write as well, if any.
-        ranks, nodes: How many the script is for; None for as in the notebook.
-        device: "gpu" or "cpu"; None for as the ranks here, and gpu without ranks.
-    """
+    """What is to be written, and for which ranks; None for what was not typed."""
 
     script: str | Path
-    source: str | Path | None = None
-    slurm: str | Path | None = None
-    accelerate: str | Path | None = None
-    ranks: int | None = None
-    nodes: int | None = None
-    device: str | None = None
-    is_forced: bool = False
+    source: str | Path | None = option(
+        "the notebook's file, or history for the cells that ran here (default: this notebook's "
+        "file, if known)",
+        "NOTEBOOK.ipynb",
+        flags=("--from",),
+    )
+    slurm: str | Path | None = option(
+        "also write a batch script for Slurm that starts it", "FILE.sbatch"
+    )
+    accelerate: str | Path | None = option(
+        "also write a configuration with which accelerate launch starts it", "FILE.yaml"
+    )
+    ranks: int | None = option(
+        "number of ranks to start (default: as in the notebook)", "N", rank_count,
+        flags=("--ranks", "-n"),
+    )  # fmt: skip
+    nodes: int | None = option("hosts of the ranks (default: as in the notebook)", "N", rank_count)
+    device: str | None = option(
+        f"what the ranks run on, {' or '.join(config.DEVICES)} (default: as the ranks here; gpu "
+        "without ranks)",
+        "DEVICE",
+        choices=config.DEVICES,
+    )
+    is_forced: bool = switch("replace files that exist", "--force")
 
     @property
     def launchers(self) -> dict[str, Path]:
@@ -329,12 +339,7 @@ def dist_export(values: Namespace) -> View:
     """Write the distributed cells as a script."""
     if len(values.script) != 1:
         raise OptionError("%dist_export: name one file, for example %dist_export train.py.")
-    return write_script(
-        ExportRequest(
-            values.script[0], values.source, values.slurm, values.accelerate, values.ranks,
-            values.nodes, values.device, values.is_forced,
-        )
-    )  # fmt: skip
+    return write_script(of_values(ExportRequest, values, script=values.script[0]))
 
 
 VERBS = (
@@ -345,43 +350,7 @@ VERBS = (
         dist_export,
         (
             Option(("script",), "the script to write, such as train.py", metavar="FILE.py"),
-            Option(
-                ("--from",),
-                "the notebook's file, or history for the cells that ran here (default: this "
-                "notebook's file, if known)",
-                metavar="NOTEBOOK.ipynb",
-                name="source",
-            ),
-            Option(
-                ("--slurm",),
-                "also write a batch script for Slurm that starts it",
-                metavar="FILE.sbatch",
-            ),
-            Option(
-                ("--accelerate",),
-                "also write a configuration with which accelerate launch starts it",
-                metavar="FILE.yaml",
-            ),
-            Option(
-                ("--ranks", "-n"),
-                "number of ranks to start (default: as in the notebook)",
-                rank_count,
-                metavar="N",
-            ),
-            Option(
-                ("--nodes",),
-                "hosts of the ranks (default: as in the notebook)",
-                rank_count,
-                metavar="N",
-            ),
-            Option(
-                ("--device",),
-                f"what the ranks run on, {' or '.join(config.DEVICES)} (default: as the ranks "
-                "here; gpu without ranks)",
-                metavar="DEVICE",
-                choices=tuple(config.DEVICES),
-            ),
-            Option(("--force",), "replace files that exist", None, name="is_forced"),
+            *options_of(ExportRequest),
         ),
         place=ANYWHERE,
     ),

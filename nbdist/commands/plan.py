@@ -12,7 +12,7 @@ from IPython import get_ipython
 from nbdist.cells.kernel import progress
 from nbdist.config.emit import Setting, run_line
 from nbdist.config.launch import configured
-from nbdist.core.option import Option, options_of
+from nbdist.core.option import Option, of_values, options_of
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
@@ -69,7 +69,7 @@ def dist_plan(values: Namespace) -> View:
             f"config.json, a model on the ranks, or one of {', '.join(CONFIGS)}."
         )
     [model], given = values.model, strategy_given(values)
-    request = PlanRequest(**{row.name: getattr(values, row.name) for row in fields(PlanRequest)})
+    request = of_values(PlanRequest, values)
     if not request.is_check:
         return make_plan(_named(model), request, given)
     request.options(given)

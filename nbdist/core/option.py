@@ -7,10 +7,11 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 # A longer time (ten years) is a mistake, and more than waits of Python and torch can take.
 LARGEST = 300_000_000
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,17 @@ def switch(help_text: str, *flags: str) -> Any:
 
 def options_of(record: type) -> tuple[Option, ...]:
     """What the fields of a record are typed as, in their order."""
-    rows = [(row.name, row.metadata["option"]) for row in fields(record)]
+    rows = [(row.name, row.metadata["option"]) for row in fields(record) if row.metadata]
     return tuple(
         replace(row, flags=row.flags or (f"--{name.replace('_', '-')}",), name=name)
         for name, row in rows
     )
+
+
+def of_values(record: type[Record], values: argparse.Namespace, **more: Any) -> Record:
+    """A record of what was typed of its options; `more` are its other fields."""
+    names = [str(row.name) for row in options_of(record)]
+    return record(**{name: getattr(values, name) for name in names}, **more)
 
 
 def positive_number(text: str) -> float:

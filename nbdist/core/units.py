@@ -86,3 +86,8 @@ def _text(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> 
         if value >= unit * ROUNDS_UP:
             return f"{value / unit:.1f} {name}"
     return f"{value:.0f} {smallest}"
+
+
+def gigabytes(size_bytes: float) -> str:
+    """A size in GB = 10^9 bytes, as text."""
+    return f"{size_bytes / 1e9:,.1f} GB"

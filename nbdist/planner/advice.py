@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbdist.core.units import exact_size
+from nbdist.core.units import exact_size, gigabytes
 from nbdist.errors import OptionError
 from nbdist.planner.collective_time import ring_of
 from nbdist.planner.lora import quantized
@@ -291,11 +291,6 @@ def _on_host(planned: Plan, row: PlanRow) -> str:
         f". Needs {gigabytes(each * sharing)} of each host's {where} ({ranks(sharing)} x "
         f"{gigabytes(each)}){of}"
     )
-
-
-def gigabytes(size_bytes: float) -> str:
-    """A size in GB = 10^9 bytes, as text."""
-    return f"{size_bytes / 1e9:,.1f} GB"
 
 
 @dataclass(frozen=True, slots=True)

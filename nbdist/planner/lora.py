@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from nbdist.core.units import gigabytes
 from nbdist.errors import OptionError, no_such
 from nbdist.planner.models import ModelShape
 from nbdist.planner.shape.transformer import Linear, Lora, linears
@@ -215,16 +216,12 @@ def described(model: ModelShape, stored: int) -> list[str]:
     )
     packed = model.shape.layers * model.packed
     if not packed:
-        return [first, f"frozen: {_gb(stored * model.frozen)} GB, {stored} B each"]
+        return [first, f"frozen: {gigabytes(stored * model.frozen)}, {stored} B each"]
     scales, rest = model.shape.layers * scales_bytes(model), model.frozen - packed
     second = (
-        f"frozen: linear layers of blocks in 4 bits, {_gb(packed / 2)} GB and {_gb(scales)} GB of "
-        f"scales ({QUANTS[lora.quant].title})"
+        f"frozen: linear layers of blocks in 4 bits, {gigabytes(packed / 2)} and "
+        f"{gigabytes(scales)} of scales ({QUANTS[lora.quant].title})"
     )
     if rest:
-        second += f"; embedding, norms, biases and head {_gb(stored * rest)} GB, {stored} B each"
+        second += f"; embedding, norms, biases and head {gigabytes(stored * rest)}, {stored} B each"
     return [first, second]
-
-
-def _gb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:,.1f}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nbdist.planner.plan import NO, UNKNOWN, Plan, PlanRow, typed_as
+from nbdist.core.units import gigabytes
+from nbdist.planner.memory import Memory
+from nbdist.planner.plan import NO, UNKNOWN, Case, Plan, PlanRow, typed_as
 
-# A name, and options.
-Case = tuple[str, Mapping[str, object]]
-
+_SINGLE: Case = ("single", {})
 _DDP: Case = ("ddp", {})
 _FULL: Case = ("fsdp", {})
 _GRAD_OP: Case = ("fsdp", {"shard": "grad-op"})
@@ -61,31 +61,13 @@ class RuleQuestion:
 
     Attributes:
         planned: With a row for each strategy.
-        single: The model on one device.
+        memory: Of the model on one device.
         find: The row of a case, also of one that the plan does not have; None where it is refused.
     """
 
     planned: Plan
-    single: PlanRow
+    memory: Memory
     find: Callable[[Case], PlanRow | None]
-
-    @property
-    def parameter_bytes(self) -> float:
-        """Of the parameters alone, as they are stored."""
-        assert self.single.memory is not None
-        return self.single.memory.parameters
-
-    @property
-    def fits_one(self) -> bool:
-        """Whether a step of it fits into one device."""
-        return self.single.verdict != NO
-
-    @property
-    def fits_all(self) -> bool:
-        """Whether parameters, gradients and optimizer fit into all devices together."""
-        assert self.single.memory is not None
-        all_bytes = self.planned.world_size * self.planned.device.memory_bytes
-        return self.single.memory.states <= all_bytes
 
     def fits(self, case: Case) -> bool:
         """Whether a step of it fits under this strategy."""
@@ -94,40 +76,41 @@ class RuleQuestion:
 
 
 def _by_fit(question: RuleQuestion) -> tuple[Case, str]:
-    if question.fits_one:
+    planned = question.planned
+    if question.fits(_SINGLE):
         return _DDP, "it fits on one device"
-    if question.fits_all:
+    if question.memory.states <= planned.world_size * planned.device.memory_bytes:
         return _FULL, "it fits on all devices together, not on one"
     return _OFFLOADED, "it does not fit on all devices together"
 
 
 def _by_size(question: RuleQuestion) -> tuple[Case, str]:
-    size, limit = question.parameter_bytes, question.planned.device.memory_bytes
-    parameters = f"its parameters take {size / 1e9:,.1f} GB"
-    per_host = question.planned.device.per_host
-    hosts = question.planned.world_size // per_host
+    size_bytes, device = question.memory.parameters, question.planned.device
+    parameters = f"its parameters take {gigabytes(size_bytes)}"
+    hosts = question.planned.world_size // device.per_host
     if question.planned.model.parameters >= LARGEST and hosts > 1:
-        stages = min(_STAGES_OF_3D, hosts)
-        return ("pp", {"tp": per_host, "pp": stages}), "175 billion or more: 3D, tp within a host"
-    if size < SMALL_BYTES:
+        sizes = {"tp": device.per_host, "pp": min(_STAGES_OF_3D, hosts)}
+        return ("pp", sizes), "175 billion or more: 3D, tp within a host"
+    if size_bytes < SMALL_BYTES:
         return _DDP, f"{parameters}, less than 2 GB"
-    if size <= limit:
+    if size_bytes <= device.memory_bytes:
         return _GRAD_OP, f"{parameters}: they fit on one device"
     return _FULL, f"{parameters}: more than one device has"
 
 
 def _by_stages(question: RuleQuestion) -> tuple[Case, str]:
     planned = question.planned
-    if question.fits_one:
+    if question.fits(_SINGLE):
         return _DDP, "it fits on one device"
     if planned.model.parameters > LARGE and planned.device.link.startswith("NVLink"):
-        inside: Case = ("tp", {})
         per_host = planned.device.per_host
-        if planned.world_size <= per_host and question.fits(inside):
-            return inside, "more than 70 billion, and NVLink"
-        across: Case = ("pp", {"tp": per_host, "pp": 2})
-        if planned.world_size > per_host and question.fits(across):
-            return across, "more than 70 billion, and tp within a host is not enough"
+        case: Case = ("tp", {})
+        because = "more than 70 billion, and NVLink"
+        if planned.world_size > per_host:
+            case = ("pp", {"tp": per_host, "pp": 2})
+            because = "more than 70 billion, and tp within a host is not enough"
+        if question.fits(case):
+            return case, because
     for case in _STAGES:
         if question.fits(case):
             return case, "the first stage of ZeRO that fits, from 2 on"
@@ -152,21 +135,17 @@ def answers(
 
     `find` plans a case that is not among the rows.
     """
-    rows = {row.typed: row for row in planned.rows if row.memory is not None}
+    rows: dict[str, PlanRow | None] = {row.typed: row for row in planned.rows if row.memory}
     single = rows.get("single")
-    if single is None or single.verdict == UNKNOWN:
+    if single is None or single.memory is None or single.verdict == UNKNOWN:
         return ()
-    made: dict[str, PlanRow | None] = dict(rows)
 
     def lookup(case: Case) -> PlanRow | None:
         typed = typed_as(*case)
-        if typed not in made:
-            made[typed] = find(*case)
-        return made[typed]
+        if typed not in rows:
+            rows[typed] = find(*case)
+        return rows[typed]
 
-    question = RuleQuestion(planned, single, lookup)
-    result = []
-    for rule in RULES:
-        case, because = rule.choose(question)
-        result.append(RuleAnswer(rule.name, typed_as(*case), because, lookup(case)))
-    return tuple(result)
+    question = RuleQuestion(planned, single.memory, lookup)
+    chosen = [(rule.name, *rule.choose(question)) for rule in RULES]
+    return tuple(RuleAnswer(name, typed_as(*case), why, lookup(case)) for name, case, why in chosen)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from nbdist.core.finding import BAD, WARN, Finding
+from nbdist.core.option import option, whole_number
 from nbdist.core.ranks import rank_label
 from nbdist.hang.records import SourceLine
 from nbdist.strategy.choice import Degrees
@@ -28,6 +29,7 @@ from nbdist.verification.optimizers import (
 SINGLE, FSDP = "single", "fsdp"
 # What a step can be compared with.
 REFERENCES = (SINGLE, FSDP)
+_count = whole_number("a whole number from 1 to 10^6", most=10**6)
 # A ratio so near to a whole number, or to one over it, is taken for it.
 _NEAR = 0.02
 # A difference is explained where what is left of it is so small a part.
@@ -48,22 +50,34 @@ _ACCUMULATED = {
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """The step that is verified.
-
-    Attributes:
-        code: Python that makes one step with the user's names; empty for a step of our own.
-        inputs: The variable that the model is called with then; empty for random tokens.
-        batch, sequence: Of random tokens.
-        n_steps: How often the step is made; modules are compared in the first.
-        against: One of REFERENCES; empty for single, and fsdp where that has no room.
-    """
+    """The step that is verified: Python with the user's names, or, without, a step of our own."""
 
     code: str = ""
-    inputs: str = ""
-    batch: int = 4
-    sequence: int = 32
-    n_steps: int = 1
-    against: str = ""
+    n_steps: int = option(
+        "how often the step is made; modules are compared in the first (default: 1)", "N", _count,
+        1, flags=("--steps",),
+    )  # fmt: skip
+    against: str = option(
+        "what the step is compared with: single (one process), or fsdp, of which one block at a "
+        "time is whole (default: single, and fsdp where that has no room)",
+        "NAME",
+        default="",
+        choices=REFERENCES,
+    )
+    inputs: str = option(
+        "without a step: a variable on the ranks that the model is called with: a tensor, a tuple, "
+        "or a dict of keyword arguments",
+        "NAME",
+        default="",
+    )
+    batch: int = option(
+        "without a step and inputs: samples per rank of random tokens, for a language model "
+        "(default: 4)",
+        "N",
+        _count,
+        4,
+    )
+    sequence: int = option("their length (default: 32)", "N", _count, 32, flags=("--seq",))
 
 
 @dataclass(frozen=True, slots=True)

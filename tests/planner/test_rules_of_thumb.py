@@ -13,8 +13,7 @@ from nbdist.planner.devices import DEVICES, with_memory
 from nbdist.planner.models import model_of
 from nbdist.planner.plan import UNKNOWN, Plan, SearchSpace, plan
 from nbdist.planner.rules_of_thumb import RULES
-from nbdist.planner.view.plan_view import shown_plan
-from nbdist.planner.view.rules_view import shown_rules
+from nbdist.planner.view.plan_view import shown_plan, shown_rules
 from nbdist.planner.workload import Workload
 
 OP, ZERO2, ZERO3 = "fsdp --shard grad-op", "deepspeed --stage 2", "deepspeed --stage 3"

@@ -11,8 +11,7 @@ from nbdist.planner.advice import advise
 from nbdist.planner.devices import DEVICES, Device, with_memory
 from nbdist.planner.models import model_of
 from nbdist.planner.plan import SearchSpace, plan
-from nbdist.planner.view.plan_view import PlanView, shown_plan
-from nbdist.planner.view.time_view import shown_time
+from nbdist.planner.view.plan_view import PlanView, shown_plan, shown_time
 from nbdist.planner.workload import Workload
 from tests.support.pages import ClosedTags
 

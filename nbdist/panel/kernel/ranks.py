@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 AFTER_S = 1.0
 
 prepared_sizes: RankFunction[[], tuple[tuple[str, int, int], ...]] = RankFunction(
-    "nbdist.planner.rank.model_sizes:sizes"
+    "nbdist.planner.rank.describe_prepared:sizes"
 )
 sketch_models: RankFunction[[], tuple[LiveModel, ...]] = RankFunction(
     "nbdist.planner.rank.describe_prepared:sketches"

@@ -1,4 +1,4 @@
-"""A plan as a table, bars beside the device's limit, and what it comes to."""
+"""A plan as tables of memory, time and rules of thumb, and as bars beside the device's limit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nbdist.core.units import exact_size, gigabytes
 from nbdist.core.view import View, folded, lines_html, table
 from nbdist.planner.advice import Advice, percent
 from nbdist.planner.lora import described
 from nbdist.planner.memory import FORMULAS, Memory
 from nbdist.planner.models import ModelShape
 from nbdist.planner.plan import NO, Plan, PlanRow
-from nbdist.planner.view.rules_view import shown_rules
-from nbdist.planner.view.time_view import seconds, shown_time
+from nbdist.planner.rules_of_thumb import RuleAnswer
+from nbdist.planner.step_time import Time
 from nbdist.planner.workload import widths_for
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.footprint import RECIPES
@@ -23,6 +24,9 @@ _HEAD = (
     "strategy", "mesh", "parameters", "gradients", "optimizer", "activations", "buffers", "step",
     "overhead", "peak ({})", "% of device", "fits", "samples", "sent ({})", "s per step",
 )  # fmt: skip
+_RULES_HEAD = ("rule of thumb", "chooses", "because", "fits", "a sample", "memory")
+# Axes whose messages may be waited for, in the order of the columns.
+AXES = ("dp", "tp", "cp", "ep", "pp")
 _UNITS = {"GB": 1e9, "MB": 1e6}
 _SMALL = 50_000_000  # parameters: 0.8 GB with gradients and Adam
 # What a bar is made of, in the order in which it is stacked: letter, word, colour.
@@ -98,7 +102,7 @@ def heading(plan: Plan) -> list[str]:
         form = f" ({assumed}{model.shape.layers} blocks of width {model.shape.hidden}{heads})"
     first = (
         f"{model.name}: {model.parameters:,} parameters{form}, on {ranks(plan.world_size)} "
-        f"with {device.title}, {_gb(device.memory_bytes)} GB each"
+        f"with {device.title}, {gigabytes(device.memory_bytes)} each"
     )
     tokens = f" x {load.sequence} tokens" if model.has_shape else ""
     is_search = len({row.batch for row in plan.rows if row.batch}) > 1
@@ -153,12 +157,12 @@ def _frozen(plan: Plan) -> list[str]:
 
 def _counts(model: ModelShape) -> str:
     """What the number alone would hide: each recipe beside its sum."""
-    short, full, parameters = RECIPES["bf16"], RECIPES["mixed"], model.parameters
+    short, full = RECIPES["bf16"].total, RECIPES["mixed"].total
+    single, half, more, less = (gigabytes(n * model.parameters) for n in (4, 2, full, short))
     return (
-        f"unsharded: parameters {_gb(4 * parameters)} GB in fp32, {_gb(2 * parameters)} GB in "
-        f"bf16; with gradients and Adam {_gb(full.total * parameters)} GB ({full.total} B: fp32, "
-        f"autocast, or bf16 with a copy in fp32) or {_gb(short.total * parameters)} GB "
-        f"({short.total} B: all in bf16, no copy)"
+        f"unsharded: parameters {single} in fp32, {half} in bf16; with gradients and Adam {more} "
+        f"({full} B: fp32, autocast, or bf16 with a copy in fp32) or {less} ({short} B: all in "
+        "bf16, no copy)"
     )
 
 
@@ -181,10 +185,6 @@ def _cells(plan: Plan, row: PlanRow, unit_bytes: float) -> list[str]:
     ]  # fmt: skip
 
 
-def _gb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:,.1f}"
-
-
 def footing(plan: Plan) -> list[str]:
     """What the numbers mean, and where speeds are from."""
     lines = _notes(plan)
@@ -199,8 +199,9 @@ def footing(plan: Plan) -> list[str]:
         most = max(row.memory.host for row in hosts if row.memory is not None)
         sharing = min(plan.world_size, plan.device.per_host)
         lines.append(
-            f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory, {_gb(most * sharing)} GB "
-            f"in that of a host with {ranks(sharing)}; the time does not include the transfers."
+            f"Offloaded: up to {gigabytes(most)} in each rank's CPU memory, "
+            f"{gigabytes(most * sharing)} in that of a host with {ranks(sharing)}; the time does "
+            "not include the transfers."
         )
     if not plan.model.has_shape:
         lines.append(
@@ -273,7 +274,7 @@ def _text_bars(plan: Plan, rows: Sequence[PlanRow]) -> list[str]:
         more = ">" if edge > _LONGEST else ""
         lines.append(f"{row.typed:{width}}  {bar}{more}".rstrip())
     letters = ", ".join(f"{letter} {word}" for letter, word, _ in _PARTS)
-    return [f"| {_gb(limit)} GB; {letters}", *lines]
+    return [f"| {gigabytes(limit)}; {letters}", *lines]
 
 
 def _svg(plan: Plan, rows: Sequence[PlanRow]) -> str:
@@ -291,7 +292,7 @@ def _svg(plan: Plan, rows: Sequence[PlanRow]) -> str:
     shapes = [_bar(row, index * height + 20, at) for index, row in enumerate(rows)]
     bottom = len(rows) * height + 24
     safe = plan.device.safe_share
-    marks = ((safe, "3,3", f"{100 * safe:g} %", "end"), (1.0, "", f"{_gb(limit)} GB", "start"))
+    marks = ((safe, "3,3", f"{100 * safe:g} %", "end"), (1.0, "", gigabytes(limit), "start"))
     for share, dash, label, side in marks:
         x = at(share * limit)
         shapes.append(
@@ -325,7 +326,7 @@ def _bar(row: PlanRow, y: int, at: Callable[[float], float]) -> str:
         if wide > 0:
             shapes.append(
                 f'<rect x="{at(begin):.1f}" y="{y}" width="{wide:.1f}" height="14" '
-                f'fill="{colour}"><title>{word}: {_gb(size)} GB</title></rect>'
+                f'fill="{colour}"><title>{word}: {gigabytes(size)}</title></rect>'
             )
     colour = _VERDICTS[row.verdict]
     shapes.append(_svg_text(at(edge) + 4, y, percent(row), f'fill="{colour}"'))
@@ -334,3 +335,96 @@ def _bar(row: PlanRow, y: int, at: Callable[[float], float]) -> str:
 
 def _svg_text(x: float, y: int, text: str, look: str) -> str:
     return f'<text x="{x:.1f}" y="{y + 11}" font-size="11" {look}>{text}</text>'
+
+
+def shown_time(plan: Plan, rows: Sequence[PlanRow]) -> View:
+    """A line for each row whose time is estimated; an empty view where there is none."""
+    timed = [(row, row.time) for row in rows if row.time is not None]
+    if not timed:
+        return View("")
+    axes = [axis for axis in AXES if any(time.exposed_s.get(axis) for _, time in timed)]
+    is_idle = any(time.idle_s for _, time in timed)
+    head = [
+        "strategy", "s per step", "all overlapped - none", "compute",
+        *(f"waits for {axis}" for axis in axes), *["idle stages"] * is_idle,
+        "% of peak (MFU)", "tokens/s", *(cost_head(plan)),
+    ]  # fmt: skip
+    lines = [
+        [
+            row.typed, seconds(time.step_s), f"{seconds(time.least_s)} - {seconds(time.most_s)}",
+            seconds(time.compute_s), *(seconds(time.exposed_s.get(axis, 0.0)) for axis in axes),
+            *[seconds(time.idle_s)] * is_idle, f"{100 * time.mfu:.1f}", f"{time.tokens_per_s:,.0f}",
+            *cost_cells(plan, time),
+        ]
+        for row, time in timed
+    ]  # fmt: skip
+    return table(head, lines)
+
+
+def seconds(value_s: float) -> str:
+    """Two digits that count: `0.012`, `2.4`, `161`."""
+    return f"{value_s:.0f}" if value_s >= 10 else f"{value_s:.2g}"
+
+
+def gpu_hours(plan: Plan, time: Time, tokens: float) -> float:
+    """Of all devices together, to train on so many tokens."""
+    return tokens / time.tokens_per_s * plan.world_size / 3600
+
+
+def cost_head(plan: Plan) -> list[str]:
+    """Of the tokens that were named, or of a billion where only a price was."""
+    if not plan.tokens and not plan.price:
+        return []
+    tokens = f"{plan.tokens:.3g}".replace("e+0", "e").replace("e+", "e") if plan.tokens else "1e9"
+    return [f"GPU-hours for {tokens} tokens", *["cost"] * bool(plan.price)]
+
+
+def cost_cells(plan: Plan, time: Time) -> list[str]:
+    """GPU-hours and cost of a row, under `cost_head`."""
+    if not plan.tokens and not plan.price:
+        return []
+    hours = gpu_hours(plan, time, plan.tokens or 1e9)
+    return [f"{hours:,.1f}", *[f"{hours * plan.price:,.2f}"] * bool(plan.price)]
+
+
+def shown_rules(plan: Plan, advice: Advice) -> View:
+    """A row for each rule; nothing where there are none."""
+    if not advice.rules:
+        return View("")
+    best = advice.row
+    choice = f" beside {best.typed}: time of a sample, peak memory" if best else ""
+    rows = [_rule_cells(plan, answer, best) for answer in advice.rules]
+    return table(_RULES_HEAD, rows, before=[f"Rules of thumb{choice} (sources: docs/plan.md)"])
+
+
+def _rule_cells(plan: Plan, answer: RuleAnswer, best: PlanRow | None) -> list[str]:
+    first = [answer.rule, answer.typed, answer.because]
+    row = answer.row
+    if row is None:
+        return [*first, "not possible", "-", "-"]
+    if best is not None and answer.typed == best.typed:
+        return [*first, row.verdict, "the same", "the same"]
+    return [*first, row.verdict, _rule_time(plan, row, best), _rule_memory(row, best)]
+
+
+def _rule_time(plan: Plan, row: PlanRow, best: PlanRow | None) -> str:
+    """Of a sample; bytes where no speed is known. Transfers to the host are in no time."""
+    if row.choice is not None and row.choice.options.offload:
+        return "not counted"
+    if row.time is not None:
+        if best is None or best.time is None:
+            return f"{row.time.cost_s:.2g} s"
+        share = row.time.cost_s / best.time.cost_s - 1
+        return f"{row.time.cost_s:.2g} s ({100 * share:+.0f} %)"
+    if not plan.counts_sent(row):
+        return "?"
+    return f"{exact_size(row.sent_bytes / row.samples)} sent"
+
+
+def _rule_memory(row: PlanRow, best: PlanRow | None) -> str:
+    assert row.memory is not None
+    peak = gigabytes(row.memory.peak)
+    if best is None or best.memory is None:
+        return peak
+    more = row.memory.peak - best.memory.peak
+    return f"{peak} ({'+' if more >= 0 else '-'}{gigabytes(abs(more))})"

@@ -7,12 +7,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nbdist.core.units import gigabytes
 from nbdist.core.view import View, folded, lines_html, table
 from nbdist.planner.advice import Advice, crossing, objection, percent, widest_gradients
 from nbdist.planner.plan import RISKY, SAFE, PlanRow
 from nbdist.planner.search import BEST, Search, step_s
-from nbdist.planner.view.plan_view import PlanView, footing, heading
-from nbdist.planner.view.time_view import cost_cells, cost_head, seconds
+from nbdist.planner.view.plan_view import (
+    PlanView,
+    cost_cells,
+    cost_head,
+    footing,
+    heading,
+    seconds,
+)
 
 _HEAD = ("", "strategy, as typed", "batch", "peak (GB)", "% of device", "s per step", "tokens/s",
          "more than the first")  # fmt: skip
@@ -189,7 +196,7 @@ def _axes(search: Search, scale: _Scale) -> list[str]:
     shapes = [_line(_LEFT, bottom, right, bottom), _line(_LEFT, _TOP, _LEFT, bottom)]
     for share, dash, label in (
         (device.safe_share, "3,3", f"safe: {100 * device.safe_share:g} %"),
-        (1.0, "", f"{device.memory_bytes / 1e9:,.1f} GB"),
+        (1.0, "", gigabytes(device.memory_bytes)),
     ):
         y = scale.y(share)
         shapes += [_line(_LEFT, y, right, y, dash), _text(right, y - 4, label, "end")]
@@ -237,7 +244,7 @@ def _point(row: PlanRow, scale: _Scale, is_front: bool, is_chosen: bool) -> str:
     assert row.memory is not None
     assert row.time is not None
     title = html.escape(
-        f"{row.typed}, batch {row.batch}: {row.memory.peak / 1e9:,.1f} GB ({percent(row)}, "
+        f"{row.typed}, batch {row.batch}: {gigabytes(row.memory.peak)} ({percent(row)}, "
         f"{row.verdict}), {seconds(row.time.step_s)} s per step, {row.time.tokens_per_s:,.0f} "
         "tokens/s"
     )

@@ -4,7 +4,7 @@ import gc
 
 from nbdist.parallel.accelerator import prepare as live
 from nbdist.parallel.live import registry
-from nbdist.planner.rank.model_sizes import sizes
+from nbdist.planner.rank.describe_prepared import sizes
 from nbdist.switch.rank import switch
 from tests.programs.rank import user
 from tests.programs.switching import Net, begin, fresh, pick
