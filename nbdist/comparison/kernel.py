@@ -65,7 +65,7 @@ class Comparing:
     """
 
     def __init__(self, ranks: Ranks, strategies: Strategies, cells: Cells, code: str):
-        """Of one cell, as source; nothing runs yet.
+        """Take one cell as source; nothing runs yet.
 
         Raises:
             OptionError: If there is none.

@@ -40,7 +40,7 @@ def precision_of(document: Document) -> tuple[str, ...]:
 
 
 def stage_of(document: Document) -> Any:
-    """Its ZeRO stage; 0 where it has none."""
+    """Return the configuration's ZeRO stage; 0 where it names none."""
     return document.value(_ZERO, "stage") or 0
 
 

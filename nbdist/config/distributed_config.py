@@ -25,7 +25,7 @@ def matches(document: Document) -> bool:
 
 
 def check(notes: Report, around: CheckContext) -> None:
-    """Its keys, its sizes against the ranks, and what goes together."""
+    """Check the keys, the sizes against the ranks, and which settings exclude each other."""
     document = notes.document
     check_keys(notes, (), keys.DISTRIBUTED, WARN, "transformers silently ignores it")
     if document.value("enable_expert_parallel") is True:

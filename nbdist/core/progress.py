@@ -58,7 +58,7 @@ class Progress:
         return min(1.0, max(0.0, self.done / self.total)) if self.total > 0 else None
 
     def after(self, before: Progress | None) -> Progress:
-        """This as what comes after another record: with its phase counted."""
+        """Return this record as the successor of another one, with its phase counted."""
         if before is None or before.name != self.name:
             return replace(self, phase=1)
         return replace(self, phase=before.phase + (before.what != self.what))

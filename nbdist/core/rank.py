@@ -1,4 +1,4 @@
-"""This process as a rank: its place, everybody's, and the store that all ranks share."""
+"""The rank that this process is: its place, all places, and the store that ranks share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _joined: Rank | None = None
 
 
 def this_rank() -> Rank:
-    """This process as a rank.
+    """Return the rank that this process is.
 
     Raises:
         StartError: Before it has joined a group.

@@ -189,7 +189,7 @@ def _efa_without_driver() -> int:
 
 
 def _plugins(library_path: str) -> Iterator[str]:
-    """As the dynamic linker looks: the folders of LD_LIBRARY_PATH, then its cache."""
+    """Search where the dynamic linker does: the folders of LD_LIBRARY_PATH, then its cache."""
     for folder in (*filter(None, library_path.split(":")), *_PLUGIN_FOLDERS):
         yield from map(str, sorted(Path(folder).glob(_PLUGIN)))
     # The cache is a table of C strings.

@@ -55,7 +55,7 @@ class HostLinks:
 
     @property
     def gpus(self) -> GpuReadings:
-        """Of the rank that sees most GPUs: a scheduler may show each rank its own alone."""
+        """Return what the rank with most visible GPUs reads: a scheduler may hide others' GPUs."""
         return max((its.gpus for its in self.links), key=lambda readings: len(readings.gpus))
 
     @property
@@ -71,7 +71,7 @@ class HostLinks:
         return tuple(dict.fromkeys(filter(None, names)))
 
     def active(self, kind: str) -> tuple[RdmaPort, ...]:
-        """Its ports of a kind that work."""
+        """Return the host's ports of a kind that work."""
         ports = self.any_rank.rdma
         return tuple(port for port in ports if port.kind == kind and port.state == "ACTIVE")
 

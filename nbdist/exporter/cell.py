@@ -128,7 +128,7 @@ class LineMagic:
 
     @property
     def typed(self) -> str:
-        """As it is typed."""
+        """The magic as a user types it."""
         return " ".join(f"%{self.name} {self.line}".split())
 
 

@@ -106,7 +106,7 @@ def _place(code: str, cursor: int) -> tuple[Destination, int] | None:
 
 
 def _ranks(where: Destination) -> str | None:
-    """As typed, or as %dist_mode has it; None for all."""
+    """The ranks that the line names, or that %dist_mode has chosen; None for all."""
     if not where.magics:
         return NOTEBOOK.mode if NOTEBOOK.mode != LOCAL else None
     verbs = [(commands.VERBS[name], line) for name, line in where.magics]

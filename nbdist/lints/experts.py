@@ -61,7 +61,7 @@ LINT = Lint(
 
 
 def _untrained(subject: str, facts: Facts) -> list[RuleHit]:
-    """Of routers that no rank has a gradient of, and whose experts have one on any."""
+    """Report routers without a gradient on any rank whose experts have one on some rank."""
     trained: dict[str, bool] = {}
     for rank_facts in facts.values():
         for router, (has_gradient, experts_have) in rank_facts["routers"].items():

@@ -120,7 +120,7 @@ class Sample:
 
     @property
     def doing_s(self) -> float | None:
-        """For how long it has been running, or waiting; None where it does neither, or unknown."""
+        """Seconds that the rank has been running or waiting; None if neither or unknown."""
         doing = self.doing
         if doing.since_s is None or doing.state not in {"running", "waiting"}:
             return None

@@ -271,7 +271,7 @@ class Session(CellRanks):
         return replace(now, waits=(*now.waits, *filter(None, lines)))
 
     def _keep_phrase(self) -> str:
-        """For how long the ranks go on without this notebook; empty where they do not."""
+        """Say how long the ranks go on without this notebook; empty where they do not."""
         keep = run_dir.read_keep(self.cluster.run_dir) if self.cluster.is_kept else None
         if keep is None:
             return ""

@@ -54,7 +54,7 @@ class Verb:
 
     @property
     def typed(self) -> str:
-        """As typed: the name with its percent signs, or after `nbdist` in a terminal."""
+        """The verb as a user types it: with its percent signs, or after `nbdist` in a terminal."""
         if self.place == TERMINAL:
             return f"nbdist {self.name}"
         return f"%%{self.name}" if self.is_cell else f"%{self.name}"

@@ -57,7 +57,7 @@ class Degrees:
 
     @property
     def by_word(self) -> dict[str, int]:
-        """Those above 1, by the word that is typed for them, outermost first."""
+        """Degrees above 1, by the word that a user types for them, outermost first."""
         counts = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
         return {word: count for word, count in counts.items() if count > 1}
 

@@ -178,7 +178,7 @@ def sent_bytes(
 
 
 def model_message(choice: Strategy, sent: SentBytes, model_bytes: float) -> float:
-    """Of so many bytes of parameters or gradients, those that one message is about."""
+    """Return how many bytes of a model's parameters or gradients one message is about."""
     # What tp and pp split is not there to be sent; copies reduce what dp_shard has left.
     message = model_bytes / (choice.degrees.tp * choice.degrees.pp)
     return message / choice.degrees.dp_shard if "dp_replicate" in sent.axes else message

@@ -79,7 +79,7 @@ class NotebookFile(IPyNbFile):  # type: ignore[misc]
         return [*super().get_sanitize_files(), str(SANITIZE)]
 
     def collect(self) -> Iterator[StoredCell]:
-        """Its code cells."""
+        """Yield the notebook's code cells."""
         for cell in super().collect():
             yield StoredCell.from_parent(
                 self, name=cell.name, cell_num=cell.cell_num, cell=cell.cell, options=cell.options

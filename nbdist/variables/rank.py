@@ -20,14 +20,14 @@ _received: dict[str, dict[str, Any]] = {}
 
 
 def missing_names(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Those of the names that this rank does not have -> close names that it has."""
+    """Map each name that this rank lacks to close names that it has."""
     variables = namespace.everything()
     user_names = namespace.names()
     return {name: close_to(name, user_names) for name in names if name not in variables}
 
 
 def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bool) -> PackedValue:
-    """This rank's values of variables that it has.
+    """Send this rank's values of variables.
 
     A large one may lie in one of the folders on its way, the best first. Without `keeps` the value
     is not wanted: this rank only helps to gather. `is_whole` gathers DTensors; then it is

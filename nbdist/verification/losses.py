@@ -104,7 +104,7 @@ def share_findings(
 
 
 def weight_finding(terms: Sequence[LossTerm], accumulate: int) -> Finding | None:
-    """That the losses of an accumulated step do not weigh 1 together; None where they do.
+    """Report weights of an accumulated step's losses that do not add up to 1; None if they do.
 
     Of each backward the first outer term counts; sums have no weight that could be judged. Where
     an optimizer steps after another number of backwards, nothing is said.
@@ -134,7 +134,7 @@ def _is_sum(term: LossTerm) -> bool:
 
 def code_finding(calls: Sequence[frozenset[OuterCall]], peers: Iterable[Sequence[int]]
                  ) -> Finding | None:  # fmt: skip
-    """That some data-parallel ranks change data or losses by other code; None where none does.
+    """Report data-parallel ranks that change data or losses by other code; None without any.
 
     Args:
         calls: Of the ranks, in order.

@@ -67,7 +67,7 @@ def optimizer_text(settings: Sequence[Settings], states: Sequence[StateApart]) -
 def optimizer_findings(
     settings: Sequence[Settings], states: Sequence[StateApart]
 ) -> Iterator[Finding]:
-    """That ranks step with other numbers."""
+    """Report optimizers whose numbers differ between ranks."""
     if text := optimizer_text(settings, states):
         yield Finding(
             "optimizer by rank", text, BAD, "parameters that ranks share are trained apart",

@@ -238,7 +238,7 @@ def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _peers(parameters: Sequence[torch.Tensor], watched: _Watched) -> list[Peers]:
-    """For each parameter the ranks that hold the same of it; itself alone where nobody knows."""
+    """Return the ranks that hold the same part of each parameter; this rank where unknown."""
     registry: Any = sys.modules.get("nbdist.parallel.live.registry")
     choice = registry.current() if registry is not None and dist.is_initialized() else None
     version = (choice, ddp.count(), len(parameters))

@@ -74,7 +74,7 @@ def count() -> int:
 
 
 def find(optimizer: Optimizer) -> list[Ddp]:
-    """Those whose parameters an optimizer has."""
+    """Return the DDP models whose parameters an optimizer has."""
     parameter_ids = watch.parameters_by_id(optimizer).keys()
     return [model for model in _live_ddps() if _has_any(model, parameter_ids)]
 

@@ -158,7 +158,7 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
 
 
 def _digest(gradients: list[torch.Tensor]) -> str:
-    """Of every bit. On a GPU this waits for it: once in a cell, where something is wrong."""
+    """Digest every bit. On a GPU this waits for it: once in a cell, where something is wrong."""
     from nbdist.hang.rank import reset_models  # with FSDP, for which a start does not wait
 
     total = hashlib.blake2b(digest_size=8)

@@ -42,7 +42,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """This rank's own part of a tensor, plain; the others are as in lints.replicas.Look."""
+    """A rank's own part of a tensor, as a plain one; other fields are as in lints.replicas.Look."""
 
     kind: str
     name: str
@@ -62,7 +62,7 @@ class LocalModel:
 
 
 def look() -> tuple[ModelLook, ...]:
-    """This rank's models: prepared ones, DDP and FSDP2 ones, and else those of its variables."""
+    """Look at this rank's models: prepared, DDP and FSDP2 ones, or else those in variables."""
     return tuple(
         ModelLook(
             model.name, model.strategy, tuple(map(_look, model.tensors)), model.notes,
@@ -218,7 +218,7 @@ def _plain(parameters: Mapping[str, torch.Tensor], part: str) -> Iterator[LocalT
 
 
 def _dtensors(module: torch.nn.Module) -> Iterator[LocalTensor]:
-    """Of a model of DTensors that nbdist has not prepared."""
+    """Yield the local parts of a model of DTensors that nbdist has not prepared."""
     for local in _tensors_in(module, ""):
         part = ""
         if local.kind != BUFFER:

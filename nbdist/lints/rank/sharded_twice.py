@@ -132,14 +132,14 @@ def _report(writer: int, dataset: Any, batches: Any) -> None:
 
 
 def _leave_ranks() -> None:
-    """This process is no rank: what it calls is not written into the rank's black box."""
+    """Stop writing this process's calls into the rank's call log: it is not a rank."""
     from nbdist.hang.rank import call_log
 
     call_log.uninstall()
 
 
 def _digests(read: Any, times: int = 2) -> str:
-    """Of what is read; empty where that fails, is empty, or is not the same again."""
+    """Digest what is read; empty where reading fails, gives nothing, or differs the next time."""
     runs: list[list[str]] = []
     for _ in range(times):
         random.seed(0)

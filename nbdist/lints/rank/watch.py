@@ -207,7 +207,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a DTensor, or the tensor; without loading DTensors for it."""
+    """Return this rank's part of a DTensor, or the tensor, without importing DTensor."""
     part = getattr(tensor, "to_local", None)
     return (tensor if part is None else part()).detach()
 

@@ -85,7 +85,7 @@ class Sampler:
         usages: Mapping[int, Usage],
         newest: tuple[GpuReadings, float] | None,
     ) -> Sample:
-        """Of a rank whose process is here, by its number, or elsewhere: 0."""
+        """Sample a rank by its process id, which is 0 for a process on another host."""
         rank, is_here = place.rank, bool(pid)
         doing = self._doings.of(rank, now_s, stopped, is_here=is_here)
         is_alive = doing.state not in {"dead", "stopped"}

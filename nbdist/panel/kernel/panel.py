@@ -350,7 +350,7 @@ class Panel:
         self._question = None
 
     def _ask_restart(self) -> Question | None:
-        """Of a rank that lives; None where nothing is lost by it."""
+        """Ask whether to restart a rank that lives; None where nothing is lost by that."""
         rank = None if self._widgets is None else self._widgets.restarted
         row = next((row for row in self.state().ranks if row.rank == rank), None)
         if row is None or row.kind == "dead":
@@ -396,7 +396,7 @@ class Panel:
         return actions.act(job, self.verbs, Shows(self._progress, self._detail))
 
     def interrupt(self) -> None:
-        """As the stop button: the cells on the ranks, else what the notebook itself does."""
+        """Interrupt the cells on the ranks, else what the notebook itself does."""
         self.scheduler.drop()
         session = self._now()
         interrupted, not_back = ("", "") if session is None else ranks_panel.interrupt(session)

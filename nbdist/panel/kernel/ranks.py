@@ -146,7 +146,7 @@ def _idle_rank(session: Session) -> int | None:
 
 
 def limit(session: Session) -> Limit:
-    """Of a rank, as %dist_plan takes it."""
+    """Return the memory limit of a rank, as %dist_plan takes it."""
     topology = session.topology
     device, _ = device_of_ranks(topology, session.monitor.latest())
     has_gpu = topology.ranks[0].device != "cpu"

@@ -107,7 +107,7 @@ class CellRecording:
             self.problem = f"The recording could not be stopped: {error}."
 
     def _end(self) -> None:
-        """As `stop`, and what goes wrong is raised; after an interrupt it is called again."""
+        """Stop, and raise what goes wrong; after an interrupt it is called again."""
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()

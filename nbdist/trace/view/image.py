@@ -125,7 +125,7 @@ def _before(place: Integers, edge: Reals, shape: tuple[int, int, int]) -> Reals:
 
 
 def _heights(ranks: int, rows: int) -> tuple[int, int, int]:
-    """Of headers, rows and gaps: as high as there is room, at least 3 pixels each."""
+    """Return the heights of headers, rows and gaps that fit, at least 3 pixels each."""
     needed = ranks * (HEADER + GAP) + rows * ROW
     factor = min(1.0, recording_png.MOST_HEIGHT / max(needed, 1))
     head, row, gap = (max(3, int(size * factor)) for size in (HEADER, ROW, GAP))

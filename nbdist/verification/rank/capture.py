@@ -85,7 +85,7 @@ class Capture:
     """
 
     def __init__(self, model: Prepared, *, moved_eps: float = 0.0) -> None:
-        """Of one model; with `moved_eps` float inputs, or embeddings, are moved by so much."""
+        """Capture one model; `moved_eps` moves float inputs, or embeddings, by so much."""
         self.captured = Captured()
         self._model = model
         self._moved_eps = moved_eps
@@ -230,7 +230,7 @@ class Capture:
 
 
 def gradients_of(model: Prepared) -> dict[str, torch.Tensor]:
-    """This rank's part of each gradient, by first name, on the host. Collective along tp.
+    """Copy this rank's part of each gradient to the host, by first name. Collective along tp.
 
     Nothing under fsdp1, which keeps the gradients of a block in one tensor.
     """

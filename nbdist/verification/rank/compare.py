@@ -1,4 +1,4 @@
-"""This rank's tensors beside the same parts of the reference's."""
+"""Comparison of this rank's tensors with the same parts of the reference's."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class OuterCode(TorchFunctionMode):
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], accumulate: int) -> None:
-        """Of the user's own modules; losses are divided by so many steps."""
+        """Watch code around the user's own modules; losses are divided by `accumulate`."""
         super().__init__()
         self.terms: list[LossTerm] = []
         self._calls: set[OuterCall] = set()
@@ -59,7 +59,7 @@ class OuterCode(TorchFunctionMode):
 
     @property
     def calls(self) -> frozenset[OuterCall]:
-        """Those whose results have come into a model, or into a loss."""
+        """Calls whose results have come into a model, or into a loss."""
         return frozenset(self._calls)
 
     @contextlib.contextmanager

@@ -102,7 +102,7 @@ def memory_note(single: Strategy) -> str:
 
 
 def failure_note(error: BaseException) -> str:
-    """That the step ran out of memory as one process."""
+    """Say that the step ran out of memory as one process."""
     return f"as one process the step ran out of memory ({error}): {_BLOCKS}"
 
 
@@ -141,7 +141,7 @@ def take_rank_0s(models: list[Prepared]) -> list[StateApart]:
 def _held(
     models: list[Prepared],
 ) -> Iterator[tuple[_Key, tuple[Placement, torch.Tensor]]]:
-    """This rank's values: those of models, and what optimizers hold of each parameter."""
+    """Yield this rank's values of models, and what optimizers hold of each parameter."""
     for number, model in enumerate(models):
         fsdp.settle(model.built.job.root)
         for name, tensor in local_state(model).items():

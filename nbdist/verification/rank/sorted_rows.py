@@ -71,7 +71,7 @@ def matches(
 
 
 def _match(rows: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """For each row the nearest one of the reference, and which of these are here; None for none."""
+    """Match each row with the reference's nearest, and say which of these are here; or None."""
     here, whole = (t.flatten(1).double() for t in (rows.here, rows.whole))
     if here.shape[0] * whole.shape[0] > _MOST_PAIRS:
         return None

@@ -204,7 +204,7 @@ class _Verifier:
         )
 
     def _first_reference(self) -> _Pass:
-        """As one process; under fsdp where that has no room and nothing else was asked for."""
+        """Run the step as one process; under fsdp where that lacks room and none was asked for."""
         what, is_free = "the reference", not self._request.against
         if is_free and (note := references.memory_note(self._reference)):
             self._take_fsdp(note)
@@ -503,7 +503,7 @@ def _inputs_watched(model: Prepared) -> Iterator[_InputDigests]:
 
 
 def _values(model: Prepared) -> dict[str, torch.Tensor]:
-    """This rank's parts of parameters and buffers, on the host; collective under fsdp1."""
+    """Copy this rank's parts of parameters and buffers to the host; collective under fsdp1."""
     if fsdp1_state.is_flat(model):
         return {name: t.to("cpu", copy=True) for name, t in fsdp1_state.values(model).items()}
     fsdp.settle(model.built.job.root)

@@ -47,7 +47,7 @@ class WholeBatch:
     """
 
     def __init__(self, base: torch.nn.Module, index: int, peers: Peers, capture: Capture) -> None:
-        """Of one model; `index` is this rank's place among its peers."""
+        """Give one model whole batches; `index` is this rank's position among its peers."""
         self.samples: Samples = (0, 1, 1)
         self.digests: list[str] = []
         self.are_equal: list[bool] = []
