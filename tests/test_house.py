@@ -103,7 +103,7 @@ NAMED_FILE = re.compile(
 )
 # Lines of each package. A commit that needs more writes the number here, and says why.
 LINES = {
-    "": 563, "bandwidth": 1130, "cells": 4122, "checkpoint": 5448, "cluster": 8490,
+    "": 565, "bandwidth": 1130, "cells": 4122, "checkpoint": 5448, "cluster": 8490,
     "commands": 2765, "comparison": 723, "config": 2774, "core": 3052, "diagnostics": 1574,
     "engine": 3145, "exporter": 1621, "frontend": 766, "hang": 6517, "lints": 3748, "memory": 6045,
     "monitor": 1742, "notebook": 1211, "panel": 2233, "parallel": 16158, "planner": 7777,
@@ -114,7 +114,7 @@ LINES = {
 PALE = {"place": 822, "what": 408, "typed": 220, "here": 184, "others": 177, "wanted": 139,
         "rest": 131, "seen": 101}  # fmt: skip
 # First lines of docstrings that begin in the middle of a sentence. Their count may only fall.
-FRAGMENTS, IN_THE_MIDDLE = 169, {"Of", "As", "Its", "For", "Those", "That", "These", "This"}
+FRAGMENTS, IN_THE_MIDDLE = 98, {"Of", "As", "Its", "For", "Those", "That", "These", "This"}
 # What a local is not called: the word says nothing of what it holds.
 VAGUE = {"found", "kept", "known", "one", "own", "told"}
 # Where an engine process begins: it hands itself over to ipyparallel.

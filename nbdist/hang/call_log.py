@@ -383,7 +383,7 @@ class _RecordedCalls(Sequence[Call]):
         return map(self._in_slot, reversed(self._slots))
 
     def waits(self) -> tuple[Call, ...]:
-        """Those that wait; the others are not read for it."""
+        """Calls that wait; other calls are not read for this."""
         states = memoryview(self._data).cast("Q")[_STATES].tolist()
         calls = [self._in_slot(slot) for slot in self._slots if states[slot] == WAITING]
         return tuple(call for call in calls if call.state == CALL_STATES[WAITING])

@@ -204,7 +204,7 @@ def blamed_ranks(
 def _with_causes(
     waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]]
 ) -> list[tuple[list[WaitText], frozenset[BlockingRank]]]:
-    """Those in each call that are told as waiting, with the reasons that are told."""
+    """Group waiting ranks by their call, with the reasons that are reported."""
     calls: dict[tuple[str, ...], list[WaitText]] = {}
     for wait in waits:
         calls.setdefault(wait.key, []).append(wait)

@@ -375,7 +375,7 @@ class WaitGraph:
             yield self._missing(q, is_open=box is None)
 
     def _missing(self, q: int, *, is_open: bool = False) -> BlockingRank:
-        """That q has not come, and what it does instead."""
+        """Report that rank q has not come, and what it does instead."""
         state = self.states[q]
         look = self.views[q].look
         is_done = q in self.waits or state in {"finished", "raised"}

@@ -237,7 +237,7 @@ class Health:
         return [self._view(rank, *states[rank], stopped) for rank in self._ranks.ranks]
 
     def views_now(self) -> dict[int, RankView]:
-        """As in a running cell; idle ranks have ended the newest cell, or had no part in it."""
+        """View all ranks as in a running cell; idle ones have ended the newest, or had no part."""
         boxes = self.boxes()
         busy = self._ranks.busy_ranks
         newest = max((boxes[rank].run for rank in busy if rank in boxes), default=0)

@@ -1,4 +1,4 @@
-"""This rank's black box: where it lies, what is written into it, and when."""
+"""The call log of this rank: its file, what is written into it, and when."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def end_abandoned(error: BaseException | None) -> int:
 
 
 def _frames(error: BaseException | None) -> Iterator[FrameType]:
-    """Of functions alone: the locals of a cell are the user's variables."""
+    """Yield frames of functions alone: the locals of a cell are the user's variables."""
     for exception in chain(error):
         link = exception.__traceback__
         while link is not None:

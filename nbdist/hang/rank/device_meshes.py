@@ -77,7 +77,7 @@ def _mesh(specs: Sequence[MeshSpec], built: dict[Any, DeviceMesh]) -> DeviceMesh
 
 
 def _groups(spec: MeshSpec, same_mesh: Sequence[MeshSpec], rank: int) -> list[Any]:
-    """This rank's group of each dimension; none where it is not in the mesh.
+    """Find this rank's group of each dimension; none where the rank is not in the mesh.
 
     Of several with the right ranks, the one that another member names. Where none does, all
     members are new, and choose the first alike.

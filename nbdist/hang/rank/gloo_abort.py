@@ -176,7 +176,7 @@ def outdate(generation: int) -> None:
 
 
 def shared_devices() -> list[Any]:
-    """This process's Gloo device, or its devices where GLOO_SOCKET_IFNAME names several.
+    """Return the process's Gloo device, or devices where GLOO_SOCKET_IFNAME names several.
 
     Made at the first call, by the rules that torch itself has.
     """

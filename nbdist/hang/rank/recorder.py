@@ -214,7 +214,7 @@ class CallRecorder:
         self._pending[id(work)] = (weakref.ref(work), entry)
 
     def _wrap_wait(self, original: Function) -> Function:
-        """For Work.wait and wait_tensor: the call that it waits for, else one named "wait"."""
+        """Wrap Work.wait and wait_tensor: record the awaited call, else one named "wait"."""
         thread = self._thread
 
         @functools.wraps(original)
@@ -255,7 +255,7 @@ class CallRecorder:
         return call
 
     def _wrap_meeting(self, op: str, original: Function) -> Function:
-        """For what forms groups: blocked in the store in C++, nothing would end the wait."""
+        """Wrap what forms groups: nothing would end a wait in the store's C++ code."""
         signature = inspect.signature(original)
 
         @functools.wraps(original)

@@ -26,7 +26,7 @@ _issued: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def remember_issued(original: Function) -> Function:
-    """For ProcessGroup.recv_anysource: remember what it returns."""
+    """Wrap ProcessGroup.recv_anysource: remember what it returns."""
 
     @functools.wraps(original)
     def recv_anysource(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def remember_issued(original: Function) -> Function:
 
 
 def abortable(original: Function) -> Function:
-    """For Work.wait: the same, but an abort ends it where it waits for any source.
+    """Wrap Work.wait: an abort ends it where it waits for any source.
 
     It then raises a RuntimeError. The thread that waits in C++ stays, at most for the group's
     timeout, and keeps the tensor alive, into which a late message would be written. An interrupt

@@ -79,7 +79,7 @@ def _reset_shards(root: torch.nn.Module) -> None:
 
 
 def _drop_gradients(group: Any) -> None:
-    """Of whole parameters: what autograd has added up, and what FSDP2 keeps beside it."""
+    """Drop what autograd has added up for whole parameters, and what FSDP2 keeps beside it."""
     for parameter in group.fsdp_params:
         # From torch 2.15 on a property that reads the gradient of the whole parameter.
         if "unsharded_accumulated_grad" in vars(parameter):

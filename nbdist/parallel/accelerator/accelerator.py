@@ -78,7 +78,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     # What was prepared
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's, models first, in whatever order they come. Collective: every rank."""
+        """Prepare as Accelerate does, models first whatever the order. Collective: every rank."""
         if registry.current().name == "deepspeed":
             args = deepspeed_engine.prepare_engine(args)
         elif any(isinstance(argument, torch.nn.Module) for argument in args):
@@ -185,7 +185,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's; what is prepared after it is held weakly too."""
+        """Free memory as Accelerate does; what is prepared afterwards is held weakly too."""
         released = super().free_memory(*objects)
         self._hold_weakly()
         return released
@@ -217,7 +217,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         return gather.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without the samples that fill up the last batch. Collective."""
+        """Gather without the samples that fill up the last batch. Collective."""
         is_tensors = not use_gather_object and gather.is_tensors(input_data)
         gathered = (gather.gather if is_tensors else gather.gather_objects)(input_data)
         state = self.gradient_state
@@ -235,7 +235,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         pad_index: int = 0,
         pad_first: bool = False,
     ) -> Any:
-        """As Accelerate's; ranks that share a copy of the model have equal shapes anyway."""
+        """Pad as Accelerate does; ranks that share a copy of the model have equal shapes anyway."""
         if self.num_processes == 1:
             return tensor
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
@@ -243,7 +243,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
-        """As Accelerate's, between the ranks that see different data."""
+        """Split as Accelerate does, between the ranks that see different data."""
         return gather.part_of(inputs, self.state, is_padded=apply_padding)
 
     def check_trigger(self) -> bool:
@@ -284,7 +284,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
                 self.scaler.unscale_(raw)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As Accelerate's: divided by the backwards of a step, and scaled for fp16."""
+        """Run backward as Accelerate does: divided by a step's backwards, and scaled for fp16."""
         engine = deepspeed_engine.only(self._models)
         if engine is None:
             with events.backward(loss, self.gradient_accumulation_steps):
@@ -437,7 +437,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
             optimizer.scaler = self.scaler
 
     def _unscale(self, parameters: list[torch.Tensor]) -> None:
-        """Of the optimizers that have one of these. Of all where none has: ranks must agree."""
+        """Unscale optimizers with one of these parameters; all where none has: ranks must agree."""
         wanted = {id(p) for p in parameters}
         optimizers = [
             optimizer

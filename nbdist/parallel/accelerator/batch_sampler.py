@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """This rank's part of the data: number `index` of `count`. Several ranks may have the same."""
+    """A share of the data: number `index` of `count`. Several ranks may have the same."""
 
     count: int
     index: int
@@ -59,7 +59,7 @@ def share_of(choice: Strategy, rank: int) -> DataShard:
 
 
 def current_share() -> DataShard:
-    """This rank's part of the data under the strategy that is current. No rank is met."""
+    """Return this rank's share of the data under the current strategy. No rank is met."""
     return share_of(registry.data_choice(), dist.get_rank())
 
 
@@ -108,7 +108,7 @@ class BatchQueue(Generic[T]):
 
 
 class ShardedBatchSampler(BatchSampler):
-    """This rank's batches of indices, as Accelerate's BatchSamplerShard draws them.
+    """Batches of indices for this rank, as Accelerate's BatchSamplerShard draws them.
 
     What it shares out follows the current strategy. With one rank per copy of the data the
     last batch is short, as without Accelerate.
@@ -189,7 +189,7 @@ class ShardedBatchSampler(BatchSampler):
     def _pick(
         self, batches: list[Sequence[int]], first: list[Sequence[int]], share: DataShard
     ) -> Any:
-        """This rank's batch of one round; None where it ends before."""
+        """Pick this rank's batch of one round; None where the rank ends before."""
         if share.count == 1:
             return batches[0]
         is_full = self._size is None or len(batches[-1]) == self._size

@@ -95,7 +95,7 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
         return PreparedLoader(self, self._settings, self._shard.start + n_batches * step)
 
     def source(self) -> tuple[Any, Any]:
-        """Its dataset, and what draws indices for all ranks."""
+        """Return the dataset, and what draws indices for all ranks."""
         return self.dataset, self._shard.batch_sampler
 
     def check(self, share: DataShard) -> None:
@@ -106,7 +106,7 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
         return Loop(self)
 
     def steps(self, place: Place) -> Iterator[Any]:
-        """As every loader's; where a loop begins, all ranks take rank 0's order first."""
+        """Yield batches as every loader; where a loop begins, ranks take rank 0's order first."""
         if not place.is_live and registry.data_choice().name != "single":
             self._take_over()
         yield from super().steps(place)

@@ -39,7 +39,7 @@ class EngineOptimizer(OptimizerWrapper):
             self._is_overflow = not deepspeed.step(self.engine)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Of no effect: a step has cleared the gradients."""
+        """Do nothing: a step has cleared the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's, of this rank's part; nothing while `save_state` runs (`save_state.absent`)."""

@@ -86,7 +86,7 @@ def first_of(data: Any, count: int) -> Any:
 
 
 def part_of(inputs: Any, state: Any, *, is_padded: bool) -> AbstractContextManager[Any]:
-    """This rank's part of inputs that are given whole, as Accelerate's split_between_processes.
+    """Give each rank its part of whole inputs, as Accelerate's split_between_processes.
 
     Padded, the last parts are filled up with the last element.
     """

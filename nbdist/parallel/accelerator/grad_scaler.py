@@ -42,7 +42,7 @@ class Scaler(torch.amp.GradScaler):
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with what the last step has shown taken into account."""
+        """Return torch's state dict, with what the last step has shown taken into account."""
         self._settle()
         return super().state_dict()
 

@@ -94,7 +94,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         return DispatchedLoader(self, self._settings, self._first + n_batches * step)
 
     def source(self) -> tuple[Any, Any]:
-        """Its dataset, and what draws indices of it."""
+        """Return the dataset, and what draws indices of it."""
         is_stream = isinstance(self.dataset, IterableDataset)
         return self.dataset, None if is_stream else self.base_dataloader.batch_sampler
 
@@ -250,7 +250,7 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         return self.dataset.dataset, None
 
     def steps(self, place: Place) -> Iterator[Any]:
-        """As every loader's; what came before is read once more, and left out."""
+        """Yield batches as every loader does; earlier ones are read once more, and left out."""
         share = current_share()
         if self._settings.config.split_batches and share != self._opened:
             raise OptionError(

@@ -215,7 +215,7 @@ class Position:
         return Place(iteration=self.iteration, order=self._order())
 
     def _live_loops(self) -> list[Loop]:
-        """Those that somebody holds and that have begun and not ended, the newest last."""
+        """Return loops that user code holds and that have begun and not ended, the newest last."""
         loops = [loop for loop in list(_loops) if loop.loader is self and loop.place.is_live]
         return sorted(loops, key=lambda loop: loop.number)
 

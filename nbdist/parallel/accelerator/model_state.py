@@ -50,7 +50,7 @@ class Portable:
 
 
 def portable(model: Any) -> Portable:
-    """Of what prepare() returned for a model, or of the user's module."""
+    """Make the state of a prepared model, or of the user's module, portable."""
     prepared = registry.prepared_of(model)
     if prepared is None:
         base: torch.nn.Module = model.module  # an engine's

@@ -55,12 +55,12 @@ class OptimizerWrapper(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
         return None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; parameters of a model from before it was prepared are found."""
+        """Add a group as torch does; parameters from before a model was prepared are found."""
         super().add_param_group(param_group)
         prepare.bind(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, as torch's. While `save_state` runs, the whole: collective then."""
+        """Return this rank's part of the state; while `save_state` runs the whole, collectively."""
         if save_state.is_saving():
             return save_state.whole_optimizer(self.optimizer)
         state: dict[str, Any] = self.optimizer.state_dict()

@@ -151,7 +151,7 @@ Strides = dict[str, tuple[int, ...]]
 
 
 class _Sketched(NamedTuple):
-    """Of a tensor what all ranks' models must have alike."""
+    """What all ranks' models must have alike of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -221,7 +221,7 @@ def _compare(sketches: Sequence[list[_Sketched]]) -> int:
 
 
 def _first_values(built: build.Built) -> dict[str, torch.Tensor]:
-    """This rank's part of rank 0's values. Collective."""
+    """Return this rank's part of rank 0's values. Collective."""
     tensors = build.tensors_of(built.job.base)
     degrees = built.job.grid.degrees
     moves: dict[bool, list[Reshard]] = {True: [], False: []}

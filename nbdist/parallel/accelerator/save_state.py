@@ -124,7 +124,7 @@ def agree(accelerator: Any, *, is_collected: bool = False) -> None:
 
 
 def numbers(accelerator: Any) -> set[int]:
-    """Of all that it has prepared and that lives on this rank."""
+    """Return numbers of what the accelerator has prepared and that lives on this rank."""
     return _numbers([weak_list.entries() for weak_list in _lists(accelerator)])
 
 
@@ -263,5 +263,5 @@ def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
 
 
 def _file_name(name: str, index: int) -> str:
-    """As Accelerate names the files of several: model.safetensors, model_1.safetensors."""
+    """Name a file as Accelerate does: model.safetensors, model_1.safetensors."""
     return name.replace(".", f"_{index}.") if index else name

@@ -33,7 +33,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """This one; 0 in a process without a group."""
+    """Return this process's rank; 0 without a group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

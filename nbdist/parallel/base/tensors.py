@@ -1,4 +1,4 @@
-"""This rank's part of tensors, some of which are DTensors, and its way back into one."""
+"""The local part of a tensor, which may be a DTensor, and its way back into one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, without gradient."""
+    """Return this rank's part of a tensor, without gradient."""
     if isinstance(tensor, DTensor):
         # In this order, and without gradients: a tenth of the time, which saves have to wait for.
         with torch.no_grad():
@@ -19,7 +19,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient or a state, as its parameter lies.
+    """Return this rank's part of a gradient or a state, laid out as its parameter.
 
     Collective along tp where it lies otherwise (partial sums). A plain tensor is itself.
     """

@@ -92,7 +92,7 @@ def same_random() -> contextlib.AbstractContextManager[None]:
 
 
 def keep_modes(model: torch.nn.Module) -> PutBack:
-    """Of each module, whether it trains."""
+    """Keep whether each module trains."""
     return _keep_attribute(model.modules(), "training")
 
 
@@ -112,7 +112,7 @@ def _keep_attribute(objects: Iterable[object], name: str) -> PutBack:
 
 
 def keep_values(what: str, find: Callable[[], Mapping[Any, torch.Tensor]]) -> PutBack:
-    """This rank's part of each tensor, by name.
+    """Keep this rank's part of each tensor, by name.
 
     Args:
         what: Whose they are, for the error.

@@ -183,7 +183,7 @@ def as_now(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare_input(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:
-    """Of four dims, and of autocast's dtype, which attention under autocast would have."""
+    """Give an input four dims, and the dtype that attention has under autocast."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
         tensor = tensor.to(torch.get_autocast_dtype(device))

@@ -216,7 +216,7 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run, mixed_in: str) -> Out
 
 
 def _are_means(grid: ParallelMesh, local: _Run, whole: _Run, limit: float) -> dict[str, bool]:
-    """Of what modules keep, by name, whether ranks that each have a piece train it alike."""
+    """Say whether the whole's values that modules keep are means of the ranks' values, by name."""
     group = grid.group("cp")
     assert group is not None
     is_mean: dict[str, bool] = {}
@@ -263,7 +263,7 @@ def _output_error(
 
 
 def _input_errors(local: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
-    """For each attention, how much its inputs differ; the first may be the only one."""
+    """Return how much the inputs of each attention differ; the first may be the only one."""
     if len(local.attention_inputs) != len(whole.attention_inputs) or not local.attention_inputs:
         return [0.0, math.inf] if whole.attention_inputs else [0.0]
     size, place = grid.size("cp"), grid.coordinate.cp

@@ -107,7 +107,7 @@ class ContextParallel(torch.nn.Module):
         return self._watches[key]
 
     def _whole(self, output: Any, split: check.OutputSplit) -> Any:
-        """This rank's output with each part gathered or averaged, as the check has found."""
+        """Gather or average each part of this rank's output, as the check has found."""
         tensors = list(split_sequence.tensors(output))
         if len(tensors) != len(split.dims):
             raise OptionError(

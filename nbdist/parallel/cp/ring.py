@@ -102,7 +102,7 @@ class _Circle:
                 parts = (transfer.wait()[0], transfer.received[1])
 
     def problem(self, query: torch.Tensor, place: int, parts: Parts) -> Problem:
-        """This rank's queries with a piece of keys, as many heads of these as of queries."""
+        """Combine this rank's queries with a piece of keys, which get as many heads."""
         key, value = (_expand_heads(part, query.shape[1]) for part in parts)
         return Problem(query, key, value, self.is_causal and place == self.place, self.scale)
 

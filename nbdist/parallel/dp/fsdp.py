@@ -84,7 +84,7 @@ def _shard_dim(layout: TensorLayout, degrees: Degrees) -> int | None:
 
 
 def _expert_dim(shape: tuple[int, ...], copies: int) -> int:
-    """Of stacked experts: not that of the experts, of which each rank has few already.
+    """Choose a dim of stacked experts to split: not the experts', of which a rank has few.
 
     FSDP2 splits dims but the first only evenly.
     """

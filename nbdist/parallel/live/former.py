@@ -34,7 +34,7 @@ class FormerParameter(torch.nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """As torch's, but for what the user's own code does to train."""
+        """Act as torch does, but refuse what the user's own code does to train."""
         caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001  # no other way
         if _trains(func) and args and not f"{caller}.".startswith(_LIBRARIES):
             _refuse(args[0])

@@ -31,7 +31,7 @@ def is_flat(model: Prepared) -> bool:
 
 
 def layout_of_piece(model: Prepared) -> TensorLayout:
-    """As if each rank of a copy had one element: every one has what no other has."""
+    """Return a layout as if each rank of a copy had one element that no other rank has."""
     return TensorLayout((model.degrees.dp_shard,), shard_dim=0)
 
 
@@ -89,7 +89,7 @@ def only_model(
 def optimizer_state(
     model: Prepared, optimizer: Optimizer, keys: Mapping[str, str]
 ) -> dict[str, Any]:
-    """As `full_state.full_optimizer_state`. Collective: every rank.
+    """Gather what `full_state.full_optimizer_state` does. Collective: every rank.
 
     The optimizer has parameters of the model alone; keys are first name -> key in the result.
     """
@@ -110,7 +110,7 @@ def optimizer_state(
 def load_optimizer_state(
     model: Prepared, optimizer: Optimizer, keys: Mapping[str, str], state: Mapping[str, Any]
 ) -> None:
-    """As `full_state.load_full_optimizer_state`. Collective: every rank, with an equal state."""
+    """Load as `full_state.load_full_optimizer_state`. Collective: every rank, with equal state."""
     groups, old_groups = optimizer.param_groups, list(optimizer.param_groups)
     named = _rename(state, {key: name for name, key in keys.items()})
     parts = FullyShardedDataParallel.optim_state_dict_to_load(model.outer, optimizer, named)

@@ -210,7 +210,7 @@ def refuse_replaced(parameters: Iterable[torch.Tensor], function: str) -> None:
 
 
 def bound_optimizers() -> weakref.WeakKeyDictionary[Optimizer, Callable[[], object] | None]:
-    """Those of prepared models that still live, in order; each with what detaches its steps."""
+    """Optimizers of prepared models that still live, in order, with what detaches their steps."""
     return _live.bound
 
 

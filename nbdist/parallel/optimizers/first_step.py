@@ -179,7 +179,7 @@ def _not_compared(optimizer: Optimizer, reason: str) -> str:
 
 
 def _chosen(names: _Names) -> list[str]:
-    """Of each kind the smallest parameter that has a gradient: matrices that are split first.
+    """Choose each kind's smallest parameter that has a gradient, split matrices first.
 
     Collective: every rank.
     """

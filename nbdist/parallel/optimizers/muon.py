@@ -178,7 +178,7 @@ def _step(optimizer: Optimizer, matrices: Mapping[str, _Matrix]) -> None:
 
 
 def _momentum(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's parts of a gradient and of its momentum, which begins with zeros."""
+    """Return this rank's parts of a gradient and of its momentum, which begins with zeros."""
     state, name = optimizer.state[parameter], "momentum_buffer"
     if name not in state:
         state[name] = torch.zeros_like(parameter)
@@ -190,7 +190,7 @@ def _momentum(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[torch.Tens
 
 
 def _update(optimizer: Optimizer, matrix: _Matrix) -> torch.Tensor:
-    """This rank's part of what is orthogonalized; zeros without a gradient."""
+    """Return this rank's part of what is orthogonalized; zeros without a gradient."""
     parameter, momentum = matrix.parameter, matrix.group["momentum"]
     if parameter.grad is None:
         return torch.zeros_like(local_of(parameter), dtype=matrix.dtype)

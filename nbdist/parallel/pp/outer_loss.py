@@ -46,7 +46,7 @@ class OuterLossStep:
     def __init__(
         self, parts: Sequence[StageModule], route: Route, shares: Sequence[GradientShare]
     ) -> None:
-        """Of stages whose micro-batches are set; `shares` are of all that is trained here."""
+        """Take stages whose micro-batches are set; `shares` are of all that is trained here."""
         self._parts, self._route, self._shares = parts, route, shares
         self._graphs: list[list[StageGraph]] = []
 

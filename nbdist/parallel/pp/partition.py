@@ -139,7 +139,7 @@ def _homes_of_ends(
     behind = modules[modules.index(blocks.container) + 1 :]
 
     def rows(module: torch.nn.Module) -> int:
-        """Of a matrix of the module's own, whole, whatever split it is in now."""
+        """Count the rows of a module's own matrix, whole, however it is split now."""
         weight = getattr(module, "weight", None)
         if id(weight) not in first:
             return 0

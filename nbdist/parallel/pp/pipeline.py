@@ -76,7 +76,7 @@ class Pipeline(torch.nn.Module):
     def __init__(
         self, job: ModelBuild, count: int, holders: Mapping[str, frozenset[int] | None]
     ) -> None:
-        """Of a model that is laid out and filled, in `count` stages; the job's root has our own.
+        """Take a model that is laid out and filled, in `count` stages; the job's root has our own.
 
         `holders` are coordinates along pp by each parameter's first name; None for all.
         """

@@ -281,7 +281,7 @@ class StageModule(torch.nn.Module):
         return self._received
 
     def _unknown(self, *_: Any, **__: Any) -> Any:
-        """Of the form that blocks return; of one memory for all blocks."""
+        """Return tensors of the form that blocks return, in one memory for all blocks."""
         if self._nothing is None:
             packed = pack(self._received)
             self._nothing = FlatValue(

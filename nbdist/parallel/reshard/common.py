@@ -96,7 +96,7 @@ def common_optimizers(
 
 
 def prepared_optimizers(models: Sequence[Prepared]) -> list[Optimizer] | None:
-    """This rank's that were prepared, in order; None unless they step all that is trained.
+    """Return this rank's prepared optimizers, in order; None unless they step all trained.
 
     Then there may be others, that only a look at all of Python's objects finds.
     """

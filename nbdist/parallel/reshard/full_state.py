@@ -177,7 +177,7 @@ def shard_into(
 
 
 def local_state(model: Prepared) -> dict[str, torch.Tensor]:
-    """This rank's part of each parameter and buffer that it holds, by first name."""
+    """Return this rank's part of each parameter and buffer that it holds, by first name."""
     tensors = {**build.buffers_of(model.base), **model.parameters}
     local = {name: local_of(tensors[name]) for name in model.layouts}
     return {name: tensor for name, tensor in local.items() if not tensor.is_meta}

@@ -102,7 +102,7 @@ class _Progress:
 def redistribute(
     reshards: Sequence[Reshard], local: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """This rank's local part of each tensor under its new placement, by name.
+    """Return this rank's part of each tensor under its new placement, by name.
 
     Collective: every rank, with equal reshards in equal order. Nothing is changed: `local` keeps
     its values, also where this fails or is interrupted. No rank ever has more of
@@ -153,7 +153,7 @@ def redistribute(
 def _start_result(
     reshard: Reshard, local: Mapping[str, torch.Tensor], rank: int, device: torch.device
 ) -> torch.Tensor | None:
-    """This rank's result: its own tensor where it stays, else an empty one; None without any."""
+    """Begin this rank's result: its tensor where it stays, else an empty one; None for none."""
     wanted = local_runs(reshard.new.layout, reshard.new.degrees, rank)
     before = local_runs(reshard.old.layout, reshard.old.degrees, rank)
     if before is not None:

@@ -141,7 +141,7 @@ def cut(call: inspect.BoundArguments, start: int, stop: int, n_batch: int = 0) -
 
 
 def piece(call: inspect.BoundArguments, base: torch.nn.Module, rank: int, size: int) -> Any:
-    """This rank's part of a call.
+    """Return this rank's part of a call.
 
     Positions, where forward takes `position_ids` and got none, and the labels of transformers'
     causal models, which these shift by one, are made for the whole sequence first.

@@ -129,7 +129,7 @@ def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As torch's, with this rank's heads. Collective along tp: the sum over all heads."""
+    """Run torch's forward with this rank's heads. Collective along tp: sums over all heads."""
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     is_batched = query.dim() == 3

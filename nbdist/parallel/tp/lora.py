@@ -76,7 +76,7 @@ def _split_rowwise(module: torch.nn.Module, context: TpContext) -> None:
 
 
 def _parts(module: torch.nn.Module, name: str) -> Iterator[torch.nn.Module]:
-    """Of each of its adapters."""
+    """Yield the parts of each adapter."""
     return module.get_submodule(name).children()
 
 

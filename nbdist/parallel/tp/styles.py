@@ -66,7 +66,7 @@ def torch_style(module: torch.nn.Module, style: Style, context: TpContext) -> Pa
 
 
 def norm_style(sequence_dim: int) -> ParallelStyle:
-    """Of a norm between blocks' layers, with sequence parallelism: each rank has a part."""
+    """Return the style of a norm with sequence parallelism: each rank has a part."""
     return SequenceParallel(sequence_dim=sequence_dim, use_local_output=True)
 
 
