@@ -79,24 +79,14 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     from nbdist.cluster.slurm import SlurmOptions
     from nbdist.strategy.choose import StrategySpec
 
-    deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
-    grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
-    spec = StrategySpec.parse(strategy, strategy_options)
     options = StartOptions(
-        n,
-        profile,
-        gpus,
-        backend,
-        seed,
-        deadline_s,
-        grace_s,
-        debug,
-        spec,
-        parse_hosts(hosts) if hosts else (),
-        SlurmOptions(**slurm or {}),
-        keep_s,
-        save,
-    )
+        n, profile, gpus, backend, seed, debug=debug, keep_s=keep_s, save=save,
+        deadline_s=DEFAULT_DEADLINE_S if timeout_s is None else timeout_s,
+        grace_s=DEFAULT_GRACE_S if grace_s is None else grace_s,
+        strategy=StrategySpec.parse(strategy, strategy_options),
+        hosts=parse_hosts(hosts) if hosts else (),
+        slurm=SlurmOptions(**slurm or {}),
+    )  # fmt: skip
     return commands.start_and_show(options).session
 
 
