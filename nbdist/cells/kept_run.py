@@ -88,7 +88,7 @@ class KeptRun:
         return shown(span(now_s - self.run.keep.since_s))
 
     def left(self, now_s: float) -> str:
-        """For how long it is kept, and what happens then."""
+        """Say how long the run is kept, and what happens then."""
         keep, detachment = self.run.keep, self.run.detachment
         assert keep is not None
         if self.holder or detachment is None:

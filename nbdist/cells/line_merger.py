@@ -314,7 +314,7 @@ class LineMerger:
             yield Line(self.stream, label_lines(ranks, text) + "\n")
 
     def _show_runs(self, group: list[_RankLines]) -> list[Line]:
-        """As `_show`, for as many lines as all of the group have at once; empty for single ones."""
+        """Show the lines that all of the group have now at once; empty for single lines."""
         index = group[0].next_index
         # Where a rank that is ahead stands, it has to be looked at again.
         ahead = [

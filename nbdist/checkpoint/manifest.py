@@ -129,7 +129,7 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files beside the manifest."""
+        """Sum of the sizes of all files beside the manifest."""
         return sum(file.size_bytes for file in self.files)
 
 

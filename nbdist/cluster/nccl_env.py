@@ -124,7 +124,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def at_import(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of them that a process must have which imports torch before it is a rank."""
+    """Return the variables that a process needs which imports torch before it is a rank."""
     names = {row.name for row in ENVIRONMENT if row.is_read_at_import}
     return {name: value for name, value in environment(environ).items() if name in names}
 

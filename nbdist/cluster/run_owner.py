@@ -58,7 +58,7 @@ def read(path: Path) -> RunOwner:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """That ranks go on without their notebook, and who can attach to them.
+    """How long ranks go on without their notebook, and who can attach to them.
 
     Attributes:
         keep_s: For how long.

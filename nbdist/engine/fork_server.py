@@ -505,7 +505,7 @@ def _renew_libraries() -> None:
 
 
 def _set_blas_threads(count: int) -> None:
-    """Of every OpenBLAS that is loaded."""
+    """Set the number of threads of every OpenBLAS that is loaded."""
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     for path in {line.split()[-1] for line in lines if "openblas" in line and ".so" in line}:
         library = ctypes.CDLL(path)

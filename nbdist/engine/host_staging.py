@@ -141,7 +141,7 @@ def _host_copies(tensors: Any, role: set[str], arrival: _Arrival) -> Any:
 
 
 def _copying_back(original: Function) -> Function:
-    """For Work.wait: what has come is in the caller's tensors when it returns."""
+    """Wrap Work.wait: received values are in the caller's tensors when it returns."""
 
     @functools.wraps(original)
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def _copying_back(original: Function) -> Function:
 
 
 def _with_copies(original: Function) -> Function:
-    """For Work.get_future: the future's value is the caller's tensors, filled."""
+    """Wrap Work.get_future: the future's value is the caller's tensors, filled."""
 
     @functools.wraps(original)
     def get_future(work: Any) -> Any:

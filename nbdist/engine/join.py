@@ -319,7 +319,7 @@ def run_folder() -> Path | None:
 
 
 def reachable(addresses: tuple[str, ...], port: int, deadline_s: float = 2.0) -> tuple[str, ...]:
-    """Those of the addresses at which this engine can reach the port."""
+    """Return the addresses at which this engine can reach the port."""
     reached = []
     for address in addresses:
         try:

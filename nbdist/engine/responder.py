@@ -38,7 +38,7 @@ def ping() -> str:
 
 
 def memory_bytes() -> dict[str, int]:
-    """This rank's memory: resident on the host, and allocated and reserved on its GPU."""
+    """Measure this rank's memory: resident on the host, allocated and reserved on its GPU."""
     used = {"resident": int(psutil.Process().memory_info().rss)}
     if this_rank().place.device != "cpu":
         used["allocated"] = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""This process as a rank of a script that torchrun has started: without a notebook and IPython.
+"""Ranks of a script that torchrun has started: without a notebook and IPython.
 
 `%dist_export` writes such scripts where only nbdist has what the notebook trained with. The
 strategy, its switch and checkpoints are those of a notebook's ranks.

@@ -290,7 +290,7 @@ def _is_backward(phases: Sequence[Phase], times_ns: npt.NDArray[np.int64]) -> np
 def _next_backwards(
     phases: Sequence[Phase],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For each segment the first backward that begins after it, and the second."""
+    """Find for each segment the first backward that begins after it, and the second."""
     n = 2 * len(phases) + 1
     first, second = np.full(n, n, np.int64), np.full(n, n, np.int64)
     next_one, next_two = n, n

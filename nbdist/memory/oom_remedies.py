@@ -212,7 +212,7 @@ def _split(shortage: OomReport) -> Iterator[Remedy]:
 
 
 def _offload(shortage: OomReport) -> Iterator[Remedy]:
-    """Of a GPU alone: on a CPU the states lie in the host's memory already."""
+    """Propose offload on a GPU: on a CPU the states lie in the host's memory already."""
     choice = shortage.choice
     if shortage.message.memory != DEVICE or (choice and choice.options.offload == "nvme"):
         return

@@ -151,7 +151,7 @@ class RankPeak:
 
 
 def peaks(snapshot: Snapshot) -> tuple[RankPeak, ...]:
-    """Of every rank that has blocks, in rank order."""
+    """Return the peak of every rank that has blocks, in rank order."""
     return tuple(_peak(rank) for rank in snapshot.ranks if len(rank.blocks))
 
 

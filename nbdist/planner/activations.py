@@ -79,7 +79,7 @@ def block_bytes(
 
 
 def scores_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Strategy) -> float:
-    """Of each pair of tokens and head; flash and efficient attention keep nothing."""
+    """Bytes of each pair of tokens and head; flash and efficient attention keep nothing."""
     x = widths.compute
     score = (2 * x + 1 if shape.has_dropout else x) if choice.options.sdpa == "math" else 0
     if shape.has_sinks:  # whatever --sdpa says; autocast takes a softmax in fp32
@@ -88,7 +88,7 @@ def scores_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Str
 
 
 def _attention_numbers(shape: Transformer) -> int:
-    """Of each token: queries, keys, values, and what attention makes of them.
+    """Numbers for each token: queries, keys, values, and what attention makes of them.
 
     With sinks keys and values are repeated for the heads that share them.
     """
@@ -97,14 +97,14 @@ def _attention_numbers(shape: Transformer) -> int:
 
 
 def _latent_bytes(shape: Transformer, latent: Latent, x: int) -> int:
-    """Of narrow vectors before and after their norms, and in fp32 there; keys and values in one."""
+    """Bytes of narrow vectors around their norms, there in fp32; keys and values in one."""
     narrow = (latent.queries + latent.keys) * (2 * x + 4)
     wide = shape.heads * (shape.head_size - latent.rotary + latent.values) * x
     return narrow + wide
 
 
 def _routed_bytes(shape: Transformer, widths: Widths, rows: float) -> float:
-    """That experts keep for each token, and its router, where so many rows are for a token.
+    """Bytes that experts and their router keep for each token, which has so many rows.
 
     A row, what its experts make inside and of it, and where it is: five indices and weights.
     Autocast does not cast for torch's product of stacked weights.
@@ -121,7 +121,7 @@ def _routed_bytes(shape: Transformer, widths: Widths, rows: float) -> float:
 
 
 def _frozen_norm_bytes(shape: Transformer, widths: Widths) -> int:
-    """That a norm keeps whose weight is frozen: its input, in fp32 if it is written in Python."""
+    """Bytes that a norm with a frozen weight keeps: its input, in fp32 if written in Python."""
     return shape.hidden * (4 if shape.has_written_norm else widths.residual)
 
 
@@ -142,7 +142,7 @@ def _adapter_inputs(shape: Transformer, widths: Widths) -> tuple[int, int]:
 
 
 def _norm_bytes(shape: Transformer) -> int:
-    """That a norm keeps besides its input."""
+    """Bytes that a norm keeps besides its input."""
     return 4 * shape.hidden if shape.has_written_norm else 0
 
 
@@ -173,7 +173,7 @@ def logits_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Str
 
 
 def activations(model: ModelShape, choice: Strategy, load: Workload, widths: Widths) -> float:
-    """Of the pipeline stage that has most; without a pipeline all blocks are one stage."""
+    """Bytes of the pipeline stage with most; without a pipeline all blocks are one stage."""
     stages, pieces = choice.degrees.pp, micro_batches(choice, load)
     piece = replace(load, batch=load.batch // pieces)
     blocks = max(
@@ -187,7 +187,7 @@ def activations(model: ModelShape, choice: Strategy, load: Workload, widths: Wid
 
 
 def _casts_bytes(model: ModelShape, choice: Strategy, widths: Widths) -> float:
-    """Of the copies of weights that autocast keeps until backward has used them.
+    """Bytes of the weight copies that autocast keeps until backward has used them.
 
     Of what is frozen in the type that is computed in it makes none.
     """
@@ -217,7 +217,7 @@ def in_flight(choice: Strategy, pieces: int) -> float:
 def _blocks_bytes(
     shape: Transformer, choice: Strategy, load: Workload, widths: Widths, layers: int
 ) -> float:
-    """Of so many blocks, as --checkpoint has it: what is kept, and one block computed again."""
+    """Bytes of so many blocks under --checkpoint: what is kept, and one block recomputed."""
     how = choice.options.checkpoint
     whole = block_bytes(shape, load, widths, choice)
     if not how:

@@ -96,12 +96,12 @@ class RankSpeed:
 
     @property
     def rate(self) -> float:
-        """Of large products, operations per second."""
+        """Operations per second in large matrix products."""
         return self.device.flops(self.precision) * self.device.sustained
 
     @property
     def bytes_per_s(self) -> float:
-        """Of elementwise kernels."""
+        """Bytes per second in elementwise kernels."""
         return self.device.bandwidth * self.speeds.streams
 
     def product_s(self, m: float, n: float, k: float, count: int = 1) -> float:
@@ -212,7 +212,7 @@ Product = tuple[float, float, float]
 def _products(
     shape: Transformer, choice: Strategy, tokens: float
 ) -> tuple[list[Product], list[Product]]:
-    """Of a block's linear layers on one rank of tp: all, and those whose weights are trained."""
+    """Products of a block's linear layers on one tp rank: all, and those with trained weights."""
     tp, adapters = choice.degrees.tp, list[Product]()
     layers = [_local(layer, tp) for layer in linears(shape)]
     products = [(tokens, outputs, inputs) for inputs, outputs in layers]
@@ -299,7 +299,7 @@ def _attention_pass(forward_s: float, backward_s: float) -> Pass:
 
 
 def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths, rank: RankSpeed) -> float:
-    """That the elementwise kernels of a block's forward read and write for each token.
+    """Bytes that the elementwise kernels of a block's forward read and write for each token.
 
     Two norms, two sums with what flows past, dropout (in the sum's kernel its mask alone), the
     activation with its gate, and rotary positions; an activation written out in Python is counted
@@ -320,7 +320,7 @@ def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths, rank: Ran
 
 
 def _cast_bytes(shape: Transformer, choice: Strategy, widths: Widths) -> float:
-    """Of weights that autocast casts in each forward: read in fp32, written in half."""
+    """Bytes of weights that autocast casts in each forward: read in fp32, written in half."""
     numbers = shape.adapters() if widths.frozen == 2 else shape.block_parameters - shape.stacked
     return numbers / choice.degrees.tp * (4 + widths.cast) * bool(widths.cast)
 

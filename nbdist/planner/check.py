@@ -50,7 +50,7 @@ class Check:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, as a share of what was measured; None of nothing."""
+        """Error of the prediction as a share of the measurement; None without one."""
         return (self.predicted - self.measured) / self.measured if self.measured else None
 
 
@@ -78,7 +78,7 @@ class StepCheck:
 
 
 def largest(measured: Sequence[MeasuredMemory]) -> MeasuredMemory:
-    """That of the rank which needed most."""
+    """Return the measurement of the rank that needed most."""
     return max(measured, key=lambda rank_memory: rank_memory.peak)
 
 

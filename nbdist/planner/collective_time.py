@@ -80,7 +80,7 @@ def all_to_all_bytes_per_s(ring: Ring, device: Device, speeds: Speeds) -> float:
 
 
 def latency_s(call: str, ring: Ring, device: Device) -> float:
-    """Of all steps, of a ring or, for an all-reduce, of a tree where that is shorter."""
+    """Latency of all steps of a ring, or of an all-reduce's tree where that is shorter."""
     link = link_of(device, 1)
     if link is None or ring.size == 1:
         return 0.0

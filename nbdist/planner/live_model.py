@@ -203,7 +203,7 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
 
 
 def _held(choice: Strategy, what: str, sizes: Mapping[ParameterKind, float]) -> float:
-    """Of bytes by kind of parameter those that a rank has of a word of footprint.HELD."""
+    """Bytes that a rank has of a word of footprint.HELD, from bytes by kind of parameter."""
     rest = footprint.axes_size(choice, footprint.split_axes(choice, what))
     stacked = footprint.stacked_ways(choice, what)
     return sum(size / (stacked if kind.is_stacked else rest) for kind, size in sizes.items())

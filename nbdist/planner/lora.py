@@ -45,7 +45,7 @@ class Quant:
     second: int = 0
 
     def scales_bytes(self, weights: float) -> float:
-        """Of the scales of one matrix of so many numbers."""
+        """Bytes of the scales of one matrix of so many numbers."""
         scales = math.ceil(weights / self.block)
         return scales * self.scale + (4 * math.ceil(scales / self.second) if self.second else 0)
 
@@ -152,7 +152,7 @@ def check_strategy(model: ModelShape, choice: Strategy) -> None:
 
 
 def scales_bytes(model: ModelShape) -> float:
-    """Of the scales of one block's packed weights; every rank that has them has them whole.
+    """Bytes of the scales of one block's packed weights, whole on every rank that has them.
 
     They are in the layer's `quant_state` and in no parameter, so nothing that splits parameters
     splits them.
@@ -166,7 +166,7 @@ def scales_bytes(model: ModelShape) -> float:
 
 
 def dequantized_bytes(model: ModelShape, width: int) -> float:
-    """Of the copy that a product makes of the largest packed matrix, in numbers of so many bytes.
+    """Bytes of a product's copy of the largest packed matrix, at so many bytes a number.
 
     Forward and backward make it anew for each layer (MatMul4Bit in bitsandbytes/autograd).
     """

@@ -250,7 +250,7 @@ def _buffers(
 def _standing(
     model: ModelShape, choice: Strategy, load: Workload, widths: Widths, buffers: float
 ) -> float:
-    """Of the buffers, what is there beside the logits: not the blocks that FSDP gathers in turn.
+    """Buffers that exist beside the logits: not the blocks that FSDP gathers in turn.
 
     The loss is done with its logits before the first block is gathered again. A frozen head has no
     gradient to make between the two.
@@ -267,7 +267,7 @@ def _standing(
 
 
 def _alone(choice: Strategy, stacked: float) -> float:
-    """Of so many numbers in experts those that FSDP leaves alone: no other rank has them."""
+    """Experts' numbers that FSDP leaves alone, as no other rank has them."""
     return stacked / choice.degrees.ep if is_alone(choice) else 0.0
 
 

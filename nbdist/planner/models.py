@@ -44,7 +44,7 @@ class ModelShape:
 
     @property
     def lora(self) -> Lora | None:
-        """Its adapters, which are all that is trained; None of a model without."""
+        """The model's adapters, which are all that is trained; None without any."""
         return self.shape.lora
 
     @property
@@ -54,13 +54,13 @@ class ModelShape:
 
     @property
     def block_parameters(self) -> float:
-        """Of one block, with experts where some have them; of an assumed shape, a part of all."""
+        """Parameters of one block, experts included; for an assumed shape, a part of all."""
         if self.is_assumed:
             return self.parameters / self.shape.layers
         return self.shape.block_parameters
 
     def block_trained(self, on: Degrees = WHOLE) -> float:
-        """Of one block the parameters with a gradient, as tp and ep split it on a rank."""
+        """Parameters of one block with a gradient, as tp and ep split the block on a rank."""
         if self.lora is not None:
             return self.shape.adapters(on.tp)
         stacked = self.shape.stacked
@@ -81,7 +81,7 @@ class ModelShape:
         return sum(layer.weights for layer in linears(self.shape))
 
     def block_bytes(self, width: float, on: Degrees = WHOLE) -> float:
-        """Of one block in which a number takes so many bytes, unless it is packed.
+        """Bytes of one block in which a number takes `width` bytes, unless it is packed.
 
         On a rank, as tp and ep split it: tp leaves experts whole.
         """
@@ -97,13 +97,13 @@ class ModelShape:
 
     @property
     def root_parameters(self) -> float:
-        """Of all that is in no block; 0 for an assumed shape."""
+        """Parameters outside of all blocks; 0 for an assumed shape."""
         if self.is_assumed:
             return 0
         return self.parameters - sum(n * kind.block_parameters for n, kind in self.shape.kinds)
 
     def stage_blocks(self, stages: int) -> float:
-        """Of the pipeline stage that has most; of an assumed shape, an equal part of all."""
+        """Blocks of the pipeline stage with most; for an assumed shape, an equal part of all."""
         each = self.shape.layers / stages
         return each if self.is_assumed else math.ceil(each)
 
@@ -114,7 +114,7 @@ class ModelShape:
         return largest_stage(self.shape, count)
 
     def stage_parameters(self, stages: int) -> float:
-        """Of the pipeline stage that has most."""
+        """Parameters of the pipeline stage that has most."""
         return self.largest_stage(stages)[0]
 
 

@@ -81,7 +81,7 @@ class Search(Plan):
 
     @property
     def front(self) -> tuple[PlanRow, ...]:
-        """Those than which none needs less memory and is as fast, the fastest first."""
+        """Rows that no other beats in memory and time at once, the fastest first."""
         front: list[PlanRow] = []
         for row in self.ranked:
             if not front or row.share < front[-1].share:
@@ -90,7 +90,7 @@ class Search(Plan):
 
 
 def step_s(row: PlanRow) -> float:
-    """Of a row that was timed."""
+    """Seconds of a step of a row that was timed."""
     assert row.time is not None
     return row.time.step_s
 
@@ -315,7 +315,7 @@ def _least_s(space: SearchSpace, choice: Strategy) -> float:
 
 
 def _smallest(counted: Iterable[Candidate]) -> list[Candidate]:
-    """Of each mesh the candidate that needs least memory."""
+    """Return for each mesh the candidate that needs least memory."""
     least: dict[object, Candidate] = {}
     for candidate in counted:
         if candidate.share < least.get(candidate.mesh, candidate).share or (

@@ -107,12 +107,12 @@ class Time:
 
     @property
     def cost_s(self) -> float:
-        """For each sample: by this strategies are compared."""
+        """Seconds per sample; strategies are ranked by it."""
         return self.step_s / self.samples
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return self.samples * self.tokens / self.step_s
 
     @property
@@ -202,7 +202,7 @@ def _times_of_blocks(shape: Transformer, choice: Strategy, sent: SentBytes) -> f
 
 
 def _sent_bytes(model: ModelShape, choice: Strategy, sent: SentBytes, widths: Widths) -> float:
-    """Of the model that messages are about; what is frozen is sent only where it is split."""
+    """Bytes of the model in these messages; what is frozen is sent only where it is split."""
     if sent.what == "gradients":
         return model.trained * widths.reduced
     if {*sent.axes} & {*footprint.split_axes(choice, "parameters")}:
@@ -211,7 +211,7 @@ def _sent_bytes(model: ModelShape, choice: Strategy, sent: SentBytes, widths: Wi
 
 
 def _model_bytes(model: ModelShape, choice: Strategy, sent: SentBytes, widths: Widths) -> float:
-    """Of a message that is about the model; experts that ranks share have messages of their own."""
+    """Bytes of a message about the model; experts that ranks share have their own messages."""
     width = widths.reduced if sent.what == "gradients" else widths.gathered
     stacked = model.shape.stacked_parameters * width / (choice.degrees.pp * choice.degrees.ep)
     if sent.axes == ("edp",):
@@ -222,7 +222,7 @@ def _model_bytes(model: ModelShape, choice: Strategy, sent: SentBytes, widths: W
 
 
 def _again_calls(choice: Strategy, blocks: int, sent: SentBytes) -> int:
-    """Of so many blocks those whose messages of a forward are sent again in backward."""
+    """Number of blocks whose forward messages are sent again in backward."""
     is_again = sent.what == "tokens" and choice.options.checkpoint == "selective"
     return blocks if is_again else again_blocks(choice, blocks)
 
@@ -241,7 +241,7 @@ def _sent_of(choice: Strategy, load: Workload) -> Iterator[SentBytes]:
 
 
 def again_blocks(choice: Strategy, layers: int) -> int:
-    """Of so many blocks, those whose products are computed again in backward."""
+    """Number of blocks whose products are recomputed in backward."""
     how = choice.options.checkpoint
     if how.isdecimal():
         return layers // int(how)
@@ -319,7 +319,7 @@ def time_of(
 def _passes(
     model: ModelShape, choice: Strategy, load: Workload, rank: RankSpeed
 ) -> tuple[Mapping[Transformer, Pass], Pass, Pass]:
-    """Of one piece of the batch: a block of each kind, the head and the embedding."""
+    """Times of one micro-batch: a block of each kind, the head and the embedding."""
     widths = widths_for(model, choice, load)
     samples_each = load.batch / micro_batches(choice, load)
     tokens = samples_each * load.sequence / choice.degrees.cp
@@ -443,7 +443,7 @@ class _Step:
         return k * compute, k * (without - busy), exposed
 
     def _blocks(self, kinds: Iterable[tuple[int, Transformer]]) -> Pass:
-        """Of so many blocks of each kind, one after the other."""
+        """Time of so many blocks of each kind, one after the other."""
         passes = [(count, self.blocks[kind]) for count, kind in kinds]
         return Pass(
             sum(count * block.forward_s for count, block in passes),

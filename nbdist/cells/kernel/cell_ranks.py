@@ -78,5 +78,5 @@ class CellRanks(Ranks):
         return replace(hinted, advice=advice)
 
     def end_of(self, rank: int) -> str:
-        """As Ranks.end_of, with its cause."""
+        """Say how a rank's process ended, with the cause; empty while it lives."""
         return self.health.end_of(rank)

@@ -20,7 +20,7 @@ def find() -> tuple[KeptRun, ...]:
 
 
 def look(those: Iterable[Run]) -> tuple[KeptRun, ...]:
-    """Those of the runs that are kept."""
+    """Return the runs that are kept."""
     return tuple(
         KeptRun(run, _newest_cell(run), has_guardian=_has_guardian(run))
         for run in those

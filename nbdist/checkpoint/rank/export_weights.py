@@ -93,7 +93,7 @@ class _Source:
         return f"adapter {self.adapter} of {base}" if self.adapter else base
 
     def configs(self) -> Mapping[str, str]:
-        """Of the files beside it: name -> text."""
+        """Files to write beside the weights: name -> text."""
         if self.adapter:
             return peft_adapters.config_texts(self.base, self.adapter)
         return configs_of(self.base)

@@ -111,7 +111,7 @@ class PreparedOptimizer:
         }
 
     def groups(self, models: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-        """Its groups' settings, with labels as their `params`. Those of others are left out."""
+        """Return the groups' settings, with labels as `params`; other models' are left out."""
         labels = self.labels_as(models or {})
         label_of = {
             id(parameter): labels[key] for key, (_, _, parameter) in self.stepper.names.items()
@@ -179,7 +179,7 @@ def find(what: str, *, is_adapters: bool = False) -> LiveObjects:
 
 
 def accelerators_here() -> list[Any]:
-    """This rank's that were set up. What a cell that was run again has left is collected."""
+    """Return this rank's accelerators; those of cells that were run again are collected first."""
     if _may_be_left():  # a function, so that it holds nothing of it any more
         gc.collect()
     return _accelerators()
@@ -197,7 +197,7 @@ def _accelerators() -> list[Any]:
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """As the manifest has it: `float32`."""
+    """Write a dtype as the manifest does: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -258,7 +258,7 @@ def _pair(
 def _fill(
     folder: Path, metadata: Metadata, wanted: Mapping[str, Placement]
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of each tensor, read from whichever files it is in."""
+    """Read this rank's part of each tensor from whichever files it is in."""
     values, targets = {}, {}
     for name, side in wanted.items():
         stored = metadata.state_dict_metadata.get(name)

@@ -99,7 +99,7 @@ def as_bytes(states: Mapping[str, Any], generators: Sequence[Generators]) -> byt
 
 
 def _saved(generators: Generators) -> dict[str, Any]:
-    """As they are in the file: long lists of numbers are tensors."""
+    """Turn generators into what the file has: long lists of numbers are tensors."""
     version, words, gauss = generators.python
     kind, keys, *rest = generators.numpy
     state = {

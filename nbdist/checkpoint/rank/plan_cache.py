@@ -181,7 +181,7 @@ def _objects(
 
 
 def _values(live: LiveObjects) -> dict[_Key, Any]:
-    """This rank's part of all that is saved; None where other ranks are needed to say it."""
+    """Return this rank's part of all that is saved; None where other ranks are needed."""
     values: dict[_Key, Any] = {
         (at, first): tensor
         for at, model in enumerate(live.models)
@@ -209,7 +209,7 @@ def _looks(values: Mapping[_Key, Any]) -> dict[_Key, tuple[Any, Any]]:
 
 
 def _name(live: LiveObjects, key: _Key) -> str:
-    """Of a value in the checkpoint."""
+    """Return the name of a value in the checkpoint."""
     at, *names = key
     if len(names) == 1:
         return f"{MODEL}.{live.models[at].name}.{names[0]}"

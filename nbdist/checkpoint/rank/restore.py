@@ -256,7 +256,7 @@ def _plan_optimizer(
 
 
 def _whole(plan: _OptimizerPlan, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
-    """As `wholes.full_optimizer_state` gives it: unique names, whole tensors."""
+    """Make the state that `full_state.full_optimizer_state` gives: unique names, whole tensors."""
     state: dict[str, dict[str, Any]] = {}
     for (key, name), entry in plan.agreed.entries.items():
         value: Any = read.get((key, name))

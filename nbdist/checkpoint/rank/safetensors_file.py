@@ -179,7 +179,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _process() -> str:
-    """This process, distinct from every other that may write to the same folder."""
+    """Name this process apart from every other that may write to the same folder."""
     machine = zlib.crc32("/".join(astuple(host.this_machine())).encode())
     return f"{machine:08x}-{os.getpid()}-{host.started(os.getpid()) or ''}"
 

@@ -358,7 +358,7 @@ def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  #
 
 
 def agents_folders(run_dir: str) -> list[str]:
-    """Those of agents of this machine, which were killed here before they could tidy up."""
+    """List folders of this machine's agents that were killed before they could tidy up."""
     base, run = os.path.split(run_dir)
     try:
         names = os.listdir(base)

@@ -82,7 +82,7 @@ class DistantController(ControllerLauncher):  # type: ignore[misc]
         """It is not seen from here."""
 
     async def stop(self) -> None:
-        """Its own machine's guardian ends it, once the run's folder is gone."""
+        """Leave the end to the engine's own guardian, which acts once the run's folder is gone."""
 
 
 def complete(config: Config) -> None:

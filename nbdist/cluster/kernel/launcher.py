@@ -193,7 +193,7 @@ class RankEngineSetLauncher(LocalEngineSetLauncher, RankSet):  # type: ignore[mi
             self.server = await rank_server.obtain(env, self._sys_path())
 
     def _sys_path(self) -> list[str]:
-        """That of the ranks: the notebook's when they were first started."""
+        """Return the ranks' sys.path: the notebook's when they were first started."""
         notebook = Path(self.common_environment["NBDIST_RUN"], "notebook.json")
         return [str(entry) for entry in json.loads(notebook.read_text())["sys_path"]]
 

@@ -129,7 +129,7 @@ class Processes:
     cluster: Any
 
     def __init__(self, folder: Path, guard: Guard):
-        """Of the run in this folder; what starts is shown to the guard."""
+        """Take the run in this folder; what starts is shown to the guard."""
         self.exits: dict[int | None, Exit] = {}
         self.on_exit: Callable[[Exit], object] = lambda _: None
         self.replaced: frozenset[int] = frozenset()

@@ -52,7 +52,7 @@ class ForkedProcess:
         self._ended = threading.Event()
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Its exit code, negative for a signal, once it has ended; None where nobody knows it.
+        """Wait for the exit code, negative for a signal; None where it is not known.
 
         Raises:
             psutil.TimeoutExpired: If it still runs.
@@ -261,7 +261,7 @@ def text_path() -> list[str]:
 
 
 def _unmarked(env: Mapping[str, str]) -> dict[str, str]:
-    """For a process that outlives the run whose mark ranks carry."""
+    """Remove the run's mark, for a process that outlives the run."""
     mine = {name: value for name, value in os.environ.items() if name == MARK}
     return {name: value for name, value in env.items() if name != MARK} | mine
 

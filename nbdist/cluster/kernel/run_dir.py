@@ -122,7 +122,7 @@ def write_keep(run_dir: Path, keep: Keep) -> None:
 
 
 def read_keep(run_dir: Path) -> Keep | None:
-    """That the run's ranks are kept without a notebook; None where they are not."""
+    """Read how the run's ranks are kept without a notebook; None where they are not."""
     names = (run_owner.KEEP, run_owner.KEEP_COPY)
     return next((keep for name in names if (keep := _read_keep(run_dir / name))), None)
 
@@ -334,7 +334,7 @@ def leave_note(run_dir: Path) -> None:
 
 
 def ended_from_outside(run_dir: Path) -> str:
-    """That the ranks were ended from outside, as a sentence without its full stop; or "".
+    """Say that the ranks were ended from outside, without a full stop; or "".
 
     A folder that is gone is as good as no note.
     """

@@ -63,7 +63,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         return self._join(self._take(memory_now, self._ranks.chosen(ranks)))
 
     def finish(self) -> Snapshot:
-        """As Recordings.finish: a recording of the cell says more than what was left of it."""
+        """Finish: a recording of the cell says more than what was left of it."""
         snapshot = super().finish()
         self._oom_ranks = ()
         return snapshot

@@ -34,7 +34,7 @@ def shards(modules: Iterable[torch.nn.Module]) -> dict[tuple[int, str], Any]:
 
 
 def unsharded_gradients(shard: Any) -> Iterator[Any]:
-    """Of a parameter under fully_shard, before they are reduced."""
+    """Yield the gradients of a parameter under fully_shard, before they are reduced."""
     yield getattr(getattr(shard, "_unsharded_param", None), "grad", None)
     yield getattr(shard, "unsharded_accumulated_grad", None)
 

@@ -115,7 +115,7 @@ class _Recording(CellRecording):
             self.stop()
 
     def _owners(self, optimizer: Optimizer) -> tuple[StorageOwner, ...]:
-        """Of what an optimizer steps. A failure does not stop the step; it is reported later."""
+        """Find owners of what an optimizer steps. A failure is reported later; the step goes on."""
         try:
             return owners.of_optimizer(optimizer)
         except Exception as error:  # noqa: BLE001  # the cell itself is to run

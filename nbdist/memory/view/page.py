@@ -180,7 +180,7 @@ class _Texts:
 
 
 def _numbers(column: Places, value_of: Callable[[int], T], places: dict[T, int]) -> Integers:
-    """For each entry the place of its value, which is one more; 0 where there is none."""
+    """Replace each entry by the place of its value, counted from 1; 0 where there is none."""
     used, place = np.unique(column, return_inverse=True)
     numbers = [
         places.setdefault(value_of(at), len(places)) + 1 if at >= 0 else 0 for at in used.tolist()

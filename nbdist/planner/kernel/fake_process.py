@@ -50,7 +50,7 @@ class FakeEngine:
         limit_s: float = RUN_S,
         progress: Callable[[str], None] = lambda _text: None,
     ):
-        """Of one model; nothing runs yet. `otherwise` counts what cannot be run.
+        """Take one model; nothing runs yet. `otherwise` counts what cannot be run.
 
         After `limit_s` for one case it counts all that are left, as it does where a problem says
         why there is no source.

@@ -187,7 +187,7 @@ def _device(
 def _ranks(
     request: PlanRequest, given: Mapping[str, object], running: Running | None
 ) -> tuple[int, tuple[str, ...]]:
-    """As typed, or as the degrees make it, or as many as run."""
+    """Number of ranks: as typed, as the degrees make it, or as many as run."""
     if request.ranks is not None:
         return request.ranks, ()
     degrees = {**options.read(given)[0], "replicas": 1}

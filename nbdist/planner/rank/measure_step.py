@@ -111,7 +111,7 @@ def _tensors(subject: StepSubject) -> dict[str, int]:
 
 
 def _bytes(tensors: Any) -> int:
-    """Of this rank's parts; a tensor that is there under several names once."""
+    """Sum the bytes of this rank's parts; a tensor under several names counts once."""
     parts = {id(tensor): local_of(tensor) for tensor in tensors}
     return sum(part.numel() * part.element_size() for part in parts.values() if not part.is_meta)
 

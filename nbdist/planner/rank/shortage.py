@@ -147,7 +147,7 @@ def _free_bytes(held: Sequence[torch.Tensor]) -> float:
 
 
 def _host_free_bytes() -> float:
-    """Of the machine, of control groups, or of this process's limit: whichever has least."""
+    """Free bytes of the machine, its control groups, or this process's limit: the least."""
     free: float = min([psutil.virtual_memory().available, *procfs.below_limits("self")])
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:

@@ -147,7 +147,7 @@ class Transformer:
 
     @property
     def block_parameters(self) -> int:
-        """Of one block: attention, its two norms, adapters, and an MLP or what experts are."""
+        """Parameters of one block: attention, two norms, adapters, and an MLP or experts."""
         norms = 2 * self._norm + (2 * self.head_size if self.has_qk_norm else 0)
         norms += self.heads if self.has_sinks else 0
         if self.latent is not None:
@@ -178,7 +178,7 @@ class Transformer:
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token passes: all but the experts that it does not choose."""
+        """Parameters that a token passes: all but the experts that it does not choose."""
         if self.experts is None:
             return self.parameters
         return (
@@ -204,7 +204,7 @@ class Transformer:
 
     @property
     def _biases(self) -> int:
-        """Of a block's linear layers."""
+        """Biases of a block's linear layers."""
         count = 0
         if self.has_qkv_bias and self.latent is None:
             count += (self.heads + 2 * self.kv_heads) * self.head_size
@@ -233,12 +233,12 @@ class Transformer:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of tokens and learned positions."""
+        """Parameters of token and learned position embeddings."""
         return (self.vocab + self.positions) * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Of the last norm, and of the head where it has a matrix of its own."""
+        """Parameters of the last norm, and of the head where it has a matrix of its own."""
         return self._norm + (0 if self.is_tied else self.vocab * self.hidden)
 
     @property

@@ -367,12 +367,12 @@ def seconds(value_s: float) -> str:
 
 
 def gpu_hours(plan: Plan, time: Time, tokens: float) -> float:
-    """Of all devices together, to train on so many tokens."""
+    """Hours of all devices together to train on so many tokens."""
     return tokens / time.tokens_per_s * plan.world_size / 3600
 
 
 def cost_head(plan: Plan) -> list[str]:
-    """Of the tokens that were named, or of a billion where only a price was."""
+    """Title of the cost of the given tokens, or of a billion where only a price was given."""
     if not plan.tokens and not plan.price:
         return []
     tokens = f"{plan.tokens:.3g}".replace("e+0", "e").replace("e+", "e") if plan.tokens else "1e9"
@@ -408,7 +408,7 @@ def _rule_cells(plan: Plan, answer: RuleAnswer, best: PlanRow | None) -> list[st
 
 
 def _rule_time(plan: Plan, row: PlanRow, best: PlanRow | None) -> str:
-    """Of a sample; bytes where no speed is known. Transfers to the host are in no time."""
+    """Time of a sample without transfers to the host, or bytes where no speed is known."""
     if row.choice is not None and row.choice.options.offload:
         return "not counted"
     if row.time is not None:

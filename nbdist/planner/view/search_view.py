@@ -176,7 +176,7 @@ def _picture(search: Search, chosen: PlanRow | None) -> str:
 
 
 def _drawn(search: Search, chosen: PlanRow | None) -> list[PlanRow]:
-    """Of each mesh the fastest that fit, the smallest where nothing does, and front and choice."""
+    """Rows to draw: each mesh's fastest that fit, or its smallest; the front; and the choice."""
     count: dict[object, int] = {}
     drawn = []
     keep = {id(row) for row in (*search.front, *search.ranked[:BEST], chosen)}

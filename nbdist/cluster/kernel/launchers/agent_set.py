@@ -61,7 +61,7 @@ class AgentEngine(BaseLauncher):  # type: ignore[misc]
         self.rank, self.agent, self.pid, self._tail = rank, agent, 0, ""
 
     def find_args(self) -> list[str]:
-        """For ipyparallel's log: the rank's command without its variables."""
+        """Return the rank's command without its variables, for ipyparallel's log."""
         return ["rank", str(self.rank), self.agent.host]
 
     def signal(self, sig: int) -> None:
@@ -127,7 +127,7 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
         return Path(self.profile_dir).parent
 
     def find_args(self) -> list[str]:
-        """For ipyparallel's log: the hosts."""
+        """Return the hosts, for ipyparallel's log."""
         return ["hosts", *self.agents]
 
     async def find_hosts(self, n: int) -> tuple[Host, ...]:

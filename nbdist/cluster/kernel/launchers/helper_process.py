@@ -77,7 +77,7 @@ class HelperProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the helper."""
         return self._process.pid
 
     def ask(self, do: str, **arguments: Any) -> Future[Any]:

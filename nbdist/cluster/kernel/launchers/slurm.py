@@ -61,13 +61,13 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         self.watches: dict[int, JobWatch] = {}
 
     async def start(self, n: int) -> list[int]:
-        """As the base class; the job is watched from here on."""
+        """Start the ranks, and watch the job from here on."""
         self._watch()
         started: list[int] = await super().start(n)
         return started
 
     async def attach(self) -> None:
-        """As the base class; all jobs of the run are watched from here on."""
+        """Attach to the ranks, and watch all jobs of the run from here on."""
         self._watch()
         await super().attach()
 

@@ -43,7 +43,7 @@ class SlurmAnswer:
 
 
 def environment() -> dict[str, str]:
-    """This kernel's, without what a job around it has set: srun would take it for options."""
+    """Return the kernel's environment without a surrounding job's, which srun would obey."""
     prefixes = ("SLURM_", "SRUN_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
     return {
         name: value
