@@ -61,11 +61,11 @@ class Keep:
     """How long ranks go on without their notebook, and who can attach to them.
 
     Attributes:
-        keep_s: For how long.
-        save: Where a checkpoint is written at the end of that time; empty for none.
-        at_end: The command that does it.
-        version: Of nbdist: another one may not understand the rest of the folder.
-        python: That runs it.
+        keep_s: How long they are kept.
+        save: Path of the checkpoint that is written at the end of that time; empty for none.
+        at_end: The command that writes it.
+        version: nbdist's version: another one may not understand the rest of the folder.
+        python: Path of the interpreter that the ranks run.
         since_s: When the ranks were started, in Unix time.
         gpus: The name of each GPU that they use; empty on the CPU.
     """

@@ -211,7 +211,7 @@ def _with_causes(
     here = {wait.rank for wait in waits}
     with_causes = []
     for of_call in calls.values():
-        # Those that do what most of them do; the others are told as a reason.
+        # Ranks that do what most of them do; the others are reported as a reason.
         kinds = [wait.act.kind for wait in of_call]
         most = max(kinds, key=kinds.count)  # the lowest rank's where two are as many
         main = [wait for wait in of_call if wait.act.kind == most]

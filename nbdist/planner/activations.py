@@ -189,7 +189,7 @@ def activations(model: ModelShape, choice: Strategy, load: Workload, widths: Wid
 def _casts_bytes(model: ModelShape, choice: Strategy, widths: Widths) -> float:
     """Bytes of the weight copies that autocast keeps until backward has used them.
 
-    Of what is frozen in the type that is computed in it makes none.
+    Autocast makes no copy of frozen weights in the compute dtype.
     """
     stages, on = choice.degrees.pp, choice.degrees
     if widths.frozen == 2:
@@ -225,6 +225,6 @@ def _blocks_bytes(
     kind = "selective" if how == "selective" else "full"
     again = layers // int(how) if how.isdecimal() else layers
     kept_bytes = block_bytes(shape, load, widths, choice, kind=kind)
-    # What selective keeps of a block is no second time there when the rest is computed again.
+    # Recomputing a block does not store again what selective has kept of it.
     anew = whole - kept_bytes if how == "selective" else whole
     return again * kept_bytes + (layers - again) * whole + (anew if again else 0)

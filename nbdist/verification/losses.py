@@ -106,8 +106,8 @@ def share_findings(
 def weight_finding(terms: Sequence[LossTerm], accumulate: int) -> Finding | None:
     """Report weights of an accumulated step's losses that do not add up to 1; None if they do.
 
-    Of each backward the first outer term counts; sums have no weight that could be judged. Where
-    an optimizer steps after another number of backwards, nothing is said.
+    Only each backward's first outer term is counted. Nothing is reported about sums, which have no
+    weight to judge, or if the optimizer steps after another number of backwards.
     """
     firsts: dict[tuple[int, int], LossTerm] = {}
     for term in terms:
@@ -137,7 +137,7 @@ def code_finding(calls: Sequence[frozenset[OuterCall]], peers: Iterable[Sequence
     """Report data-parallel ranks that change data or losses by other code; None without any.
 
     Args:
-        calls: Of the ranks, in order.
+        calls: The calls that each rank made, in rank order.
         peers: The ranks whose batches make up a whole one.
     """
     for ranks in peers:

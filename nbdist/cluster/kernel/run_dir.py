@@ -336,7 +336,7 @@ def leave_note(run_dir: Path) -> None:
 def ended_from_outside(run_dir: Path) -> str:
     """Say that the ranks were ended from outside, without a full stop; or "".
 
-    A folder that is gone is as good as no note.
+    A missing folder counts as one without that note.
     """
     try:
         note = json.loads((run_dir / STOPPED).read_text())

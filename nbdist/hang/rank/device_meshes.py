@@ -79,8 +79,8 @@ def _mesh(specs: Sequence[MeshSpec], built: dict[Any, DeviceMesh]) -> DeviceMesh
 def _groups(spec: MeshSpec, same_mesh: Sequence[MeshSpec], rank: int) -> list[Any]:
     """Find this rank's group of each dimension; none where the rank is not in the mesh.
 
-    Of several with the right ranks, the one that another member names. Where none does, all
-    members are new, and choose the first alike.
+    If several groups have the right ranks, the one that another member names is used. If no member
+    names one, all members are new and choose the first.
     """
     if rank not in spec.ranks:
         return []

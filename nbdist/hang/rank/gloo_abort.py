@@ -178,7 +178,7 @@ def outdate(generation: int) -> None:
 def shared_devices() -> list[Any]:
     """Return the process's Gloo device, or devices where GLOO_SOCKET_IFNAME names several.
 
-    Made at the first call, by the rules that torch itself has.
+    The first call makes them, by torch's own rules.
     """
     with _state.lock:
         if not _state.shared:

@@ -110,12 +110,12 @@ class BatchQueue(Generic[T]):
 class ShardedBatchSampler(BatchSampler):
     """Batches of indices for this rank, as Accelerate's BatchSamplerShard draws them.
 
-    What it shares out follows the current strategy. With one rank per copy of the data the
-    last batch is short, as without Accelerate.
+    The part of each rank follows the current strategy. If only one rank reads data, its last
+    batch is short, as without Accelerate.
     """
 
     def __init__(self, batches: Any, settings: SamplerSettings, start: int = 0) -> None:
-        """Share out all batches, but for so many first ones of each epoch."""
+        """Share out all batches but the first `start` of each epoch."""
         self.batch_sampler = batches
         self.split_batches = settings.config.split_batches
         self.even_batches = settings.config.even_batches

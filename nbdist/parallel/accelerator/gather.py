@@ -88,7 +88,7 @@ def first_of(data: Any, count: int) -> Any:
 def part_of(inputs: Any, state: Any, *, is_padded: bool) -> AbstractContextManager[Any]:
     """Give each rank its part of whole inputs, as Accelerate's split_between_processes.
 
-    Padded, the last parts are filled up with the last element.
+    If padded, the last parts are filled up with the last element.
     """
     share = current_share()
     # Accelerate's method on an object that has our numbers in place of the world's.

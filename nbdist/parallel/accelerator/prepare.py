@@ -156,7 +156,7 @@ class _Sketched(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    constants: str  # of packed weights
+    constants: str  # a digest of packed weights' constants
 
 
 def _sketch(planned: list[build.Built], job: ModelBuild) -> tuple[list[_Sketched], Strides]:

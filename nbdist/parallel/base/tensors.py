@@ -21,7 +21,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def local_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a gradient or a state, laid out as its parameter.
 
-    Collective along tp where it lies otherwise (partial sums). A plain tensor is itself.
+    Collective along tp if its layout differs (partial sums). Plain tensors are returned unchanged.
     """
     if not isinstance(value, DTensor):
         return value

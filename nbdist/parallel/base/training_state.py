@@ -116,7 +116,7 @@ def keep_values(what: str, find: Callable[[], Mapping[Any, torch.Tensor]]) -> Pu
 
     Args:
         what: Whose they are, for the error.
-        find: Gives them, now and when they are put back: others may stand under the names then.
+        find: Returns them by name, now and when they are put back: they may be other tensors then.
     """
     values = {name: _copy_to_host(value) for name, value in find().items()}
     return lambda: _copy_into(find(), values, what)

@@ -98,7 +98,7 @@ def common_optimizers(
 def prepared_optimizers(models: Sequence[Prepared]) -> list[Optimizer] | None:
     """Return this rank's prepared optimizers, in order; None unless they step all trained.
 
-    Then there may be others, that only a look at all of Python's objects finds.
+    With None there may be others, which only a search of all Python objects finds.
     """
     optimizers = [o for o in registry.bound_optimizers() if registry.names_in(o)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
