@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -259,6 +260,27 @@ def test_a_rank_of_a_host_that_was_just_cut_off_counts_as_ended(
         launcher.close()
 
     assert "nothing was heard from it" in started.exits[0].how
+
+
+def test_what_carries_a_connection_is_not_ended_with_an_old_controller(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Before a new controller starts, what is left of the run here ends, and no host is lost."""
+    launcher = make(Launcher, Host("a", 1))
+
+    async def begin() -> None:
+        await launcher.start(1)
+
+    run_in_loop(begin(), 20)
+    started = Processes(tmp_path, Mock())
+    started.watch_engine(0, launcher.launchers["0"])
+    with subprocess.Popen(["sleep", "300"], start_new_session=True) as left:
+        started.guard(left.pid)
+        started.kill_others()
+
+        assert left.wait(20) == -signal.SIGKILL
+    assert processes.is_alive(psutil.Process(launcher.agents["a"].pid))
+    launcher.close()
 
 
 def test_ranks_are_kept_on_all_hosts_or_on_none(make: Callable[..., Any], tmp_path: Path) -> None:

@@ -116,6 +116,11 @@ def end_session(pid: int, start: str, deadline_s: float) -> bool:
     return True
 
 
+def _pid_here(engine: LocalProcessLauncher | AgentEngine) -> int:
+    """The process of this machine that is an engine, or carries the connection to its agent."""
+    return int(engine.pid if is_own(engine) else engine.agent.pid)
+
+
 class Processes:
     """The controller and the engines of one cluster: which live, and how the others ended.
 
@@ -205,7 +210,7 @@ class Processes:
         """Note the end of what the launcher has started under this number."""
         engine.on_stop(functools.partial(self._note_end, number))
         self._started[number] = engine
-        pid = engine.pid if is_own(engine) else engine.agent.pid
+        pid = _pid_here(engine)
         if pid not in self._start_times:
             self.guard(pid)
 
@@ -285,7 +290,7 @@ class Processes:
 
     def kill_others(self) -> None:
         """End what this machine has of the run beside the engines that are watched."""
-        for pid in set(self._start_times).difference(e.pid for e in self._started.values()):
+        for pid in set(self._start_times).difference(map(_pid_here, self._started.values())):
             end_session(pid, self._start_times[pid], END_SESSION_S)
 
     def interrupt(self, engine: int) -> bool:
