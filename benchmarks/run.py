@@ -89,8 +89,8 @@ def page(tables: list[tuple[str, str, list[Row]]], where: str) -> str:
         "# Benchmarks",
         "",
         "Written by `make bench`. Each line compares nbdist with the same thing done without it;",
-        "both took turns, and the numbers are medians but where one start is named. At a ratio of",
-        "1 nbdist costs nothing.",
+        "both sides ran alternately. Numbers are medians, except in rows that name one start.",
+        "A ratio of 1 means that nbdist adds no cost.",
         "",
         where,
     ]

@@ -423,7 +423,9 @@ VERBS = (
                 "the run, or its folder (default: the only one that is kept)",
                 metavar="RUN",
             ),
-            Option(("--take",), "from the notebook that holds it", None, name="takes"),
+            Option(
+                ("--take",), "take the ranks from the notebook that holds them", None, name="takes"
+            ),
         ),
     ),
     Verb(

@@ -86,8 +86,8 @@ class _Restricted(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if self._classes.get((module, name)) is None:
             raise Refused(
-                f"names {module}.{name}, which has no place in it: it was made by somebody else, "
-                "and nothing of it was run"
+                f"refers to {module}.{name}, which such a file never contains: another program has "
+                "written it, and nothing in it was run"
             )
         return self._classes[module, name]
 

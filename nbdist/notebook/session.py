@@ -276,7 +276,7 @@ class Session(CellRanks):
         if keep is None:
             return ""
         saved = f", then saved to {shown(keep.save)}" if keep.save else ""
-        return f"kept for {span(keep.keep_s)} from this notebook's end{saved}"
+        return f"kept for {span(keep.keep_s)} after this notebook ends{saved}"
 
     def restart(
         self, ranks: str | Sequence[int] | None = None, deadline_s: float = RESTART_S

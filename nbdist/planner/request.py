@@ -144,23 +144,23 @@ class PlanRequest:
         """The part of a device's memory below which a plan is safe.
 
         Raises:
-            OptionError: If --keep-free is no percent from 0 to below 100.
+            OptionError: If --keep-free is not a percentage from 0% to below 100%.
         """
         if self.keep_free is None:
             return SAFE_SHARE
         match = re.fullmatch(r"(\d{1,2}(?:\.\d+)?) ?%", str(self.keep_free), re.ASCII)
         if match is None:
             raise OptionError(
-                f"--keep-free {self.keep_free} is no percent from 0 up to, but not, 100. It is the "
-                "part of each device's memory that has to stay free, such as 10%."
+                f"--keep-free {self.keep_free} is not a percentage from 0% to below 100%. It "
+                "is the part of each device's memory that has to stay free, such as 10%."
             )
         return 1 - float(match[1]) / 100
 
     def amount(self, word: str) -> float:
-        """The number of an option of AMOUNTS, above 0; 0 where none was typed.
+        """The positive number of an option of AMOUNTS; 0 where none was given.
 
         Raises:
-            OptionError: If it is no such number.
+            OptionError: If it is not a positive number.
         """
         typed = getattr(self, word)
         if typed is None:
@@ -172,7 +172,7 @@ class PlanRequest:
         if not 0 < value < math.inf:
             what, example = AMOUNTS[word]
             raise OptionError(
-                f"--{word} {typed} is no number above 0. It is {what}, such as {example}."
+                f"--{word} {typed} is not a positive number. It is {what}, such as {example}."
             )
         return value
 

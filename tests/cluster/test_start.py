@@ -44,7 +44,7 @@ def test_the_environment_says_what_was_not_typed(monkeypatch: pytest.MonkeyPatch
     assert with_environment(StartOptions(2)) == StartOptions(2, gpus="none")
     assert with_environment(StartOptions(gpus="0,1")) == StartOptions(4, gpus="0,1")
     monkeypatch.setenv("NBDIST_RANKS", "two")
-    with pytest.raises(OptionError, match="NBDIST_RANKS is 'two', which is no number of ranks"):
+    with pytest.raises(OptionError, match="NBDIST_RANKS is 'two', which is not a number of ranks"):
         begin()
     assert with_environment(StartOptions(2)) == StartOptions(2, gpus="none")
 

@@ -249,7 +249,7 @@ def test_what_is_kept_is_told_and_listed(first: Kernel, folder: Path) -> None:
         rf"{name} +kept +2 +none +(\d+ s|1 min) +(2 h|1 h 59 min), then saved to "
         rf"{folder}/at_the_end +\[\d+\] print\('the newest'\), ended \d+ s ago, failed on rank 1"
     )
-    assert "kept for 10 min from this notebook's end" in status
+    assert "kept for 10 min after this notebook ends" in status
     left = "(2 h|1 h 59 min)"
     line = rf"{name}: ranks 0-1 are kept for {left} more\. %dist_attach brings them back here\.\n?"
     assert re.fullmatch(line, text), text

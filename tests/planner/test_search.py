@@ -271,7 +271,7 @@ def test_what_has_to_stay_free() -> None:
     assert 0.8 < shares["5%"] < 0.95
     assert 0.4 < shares["50%"] < 0.5
     for wrong in ("10", "100%", "-5%", "x", "٣%"):
-        with pytest.raises(OptionError, match=r"is no percent from 0 up to, but not, 100"):
+        with pytest.raises(OptionError, match=r"is not a percentage from 0% to below 100%"):
             shown(ranks=8, keep_free=wrong)
 
 

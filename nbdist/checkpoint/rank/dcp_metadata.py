@@ -27,7 +27,7 @@ def _memory_format(kind: Any, name: Any) -> Any:
     """
     formats: Any = getattr(metadata, "_MEM_FORMAT_ENCODING", None)
     if formats is None or kind is not formats:
-        raise safe_pickle.Refused(f"asks {kind!r} for {name!r}, which has no place in it")
+        raise safe_pickle.Refused(f"asks {kind!r} for {name!r}, which such a file never contains")
     return formats[name]
 
 

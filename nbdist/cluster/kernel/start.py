@@ -256,7 +256,7 @@ def _with_environment(options: StartOptions) -> StartOptions:
     if ranks and options.world_size is None:
         if not (ranks.isascii() and ranks.isdigit()):
             raise OptionError(
-                f"{RANKS} is {ranks!r}, which is no number of ranks. Set it to 1 or more, or "
+                f"{RANKS} is {ranks!r}, which is not a number of ranks. Set it to 1 or more, or "
                 "remove it."
             )
         options = replace(options, world_size=int(ranks))
