@@ -60,7 +60,7 @@ class CellRun:
         self._ranks = ranks
         self._sink = sink
         self.run_id = run_id
-        self._feed = OutputReducer(
+        self._reducer = OutputReducer(
             request.ranks, is_patient=request.is_patient, keeps_outputs=request.keeps_outputs
         )
         self._states = {rank: RankState(begun_s=request.began_s) for rank in request.ranks}
@@ -89,7 +89,7 @@ class CellRun:
     def message(self, rank: int, message: Message) -> None:
         """A raw iopub message of a rank."""
         if self._is_output(rank, message):
-            self._put(lambda: self._feed.feed(rank, message, self._now_s), TOGETHER_S)
+            self._put(lambda: self._reducer.feed(rank, message, self._now_s), TOGETHER_S)
 
     def messages(self, batch: Sequence[tuple[int, Message]]) -> None:
         """Raw iopub messages of ranks that have come together, so that equal lines are merged."""
@@ -97,7 +97,7 @@ class CellRun:
 
         def feed() -> None:
             for rank, message in outputs:
-                self._feed.feed(rank, message, self._now_s)
+                self._reducer.feed(rank, message, self._now_s)
 
         self._put(feed, TOGETHER_S)
 
@@ -190,7 +190,7 @@ class CellRun:
         for _ in range(self._inbox.qsize()):
             self._inbox.get_nowait()()
         self._apply_deadlines(now_s)
-        self._draw(self._feed.due(now_s))
+        self._draw(self._reducer.due(now_s))
         if self.missing:
             self.tell(self._hang.watch(now_s, self.missing, self._rank_states))
             self._tell_failures(now_s)
@@ -231,15 +231,15 @@ class CellRun:
         self.close()
         now_s = time.monotonic()
         for rank in self.request.ranks:
-            self._feed.end(rank, now_s)
+            self._reducer.end(rank, now_s)
         result = CellResult(
             tuple(
-                result_of(rank, state, self._feed, self._death)
+                result_of(rank, state, self._reducer, self._death)
                 for rank, state in self._states.items()
             )
         )
         try:
-            self._draw(self._feed.due(now_s))
+            self._draw(self._reducer.due(now_s))
             self._draw([Line("stdout", f"{note}\n") for note in self._notes() if note])
             self.tell(self._afterwards())
             self._sink.close(result)
@@ -301,7 +301,7 @@ class CellRun:
         failure = failure_of(reply)
         if failure is None:
             # %run shows its script's error and replies ok: the cell has failed all the same.
-            state.status = "ok" if self._feed.failure(rank) is None else "error"
+            state.status = "ok" if self._reducer.failure(rank) is None else "error"
         elif failure[0] == "RankDied":
             state.status = "died"
             self._tell_death(rank)
@@ -311,7 +311,7 @@ class CellRun:
                 failure, was_aborted=was_aborted
             )
             state.status = "interrupted" if is_ours else "error"
-        self._feed.end(rank, self._now_s)
+        self._reducer.end(rank, self._now_s)
 
     def _note_exit(self, rank: int) -> None:
         if rank in self._states:
@@ -363,7 +363,7 @@ class CellRun:
     def _give_up(self, rank: int, status: str, now_s: float) -> None:
         self._states[rank].status = status
         self._states[rank].elapsed_s = now_s - self._began_s
-        self._feed.end(rank, now_s)
+        self._reducer.end(rank, now_s)
 
     def _deadlines_s(self, now_s: float) -> list[float]:
         times = [
@@ -372,7 +372,7 @@ class CellRun:
             self._escalation.give_back_s,
             NEVER_S if self._escalation.has_begun else self._timeout_at_s,
         ]
-        due_s = self._feed.next_due_s()
+        due_s = self._reducer.next_due_s()
         if due_s is not None:
             times.append(due_s)
         times.extend(self._tell_s(rank) for rank in self._states)
@@ -405,7 +405,7 @@ class CellRun:
         """What every rank does, as the diagnosis calls it."""
         states = self._ranks.rank_states()
         for rank, state in self._states.items():
-            failure = self._feed.failure(rank)
+            failure = self._reducer.failure(rank)
             states[rank] = VIEWED[state.status], failure.name if failure is not None else ""
         return states
 
@@ -429,7 +429,7 @@ class CellRun:
             self.tell([f"{summary}; {running}"])
 
     def _failure(self, rank: int) -> RankFailure:
-        return failure_in(rank, self._states[rank], self._feed)
+        return failure_in(rank, self._states[rank], self._reducer)
 
     def _notes(self) -> list[str]:
         times = {rank: state.elapsed_s for rank, state in self._states.items()}
@@ -438,6 +438,6 @@ class CellRun:
         # Whether this line comes depends on measured times: stored outputs do without it.
         elsewhere = {"where": ""} if self.request.is_program else {}
         return [
-            "" if self.request.keeps_outputs else self._feed.hidden(**elsewhere),
+            "" if self.request.keeps_outputs else self._reducer.hidden(**elsewhere),
             "" if self.request.is_patient else elapsed_line(times),
         ]

@@ -105,7 +105,7 @@ class _ShownCell:
         self._head, self._sink = head, sink
         self._files: dict[int, _JournalFile] = {}
         self._unopened = set(head.ranks)
-        self._feed = OutputReducer(head.ranks)
+        self._reducer = OutputReducer(head.ranks)
         self._ended: set[int] = set()
         # What was said before is drawn once all of it was read.
         self._earlier: deque[Event] | None = None if shows_all else deque(maxlen=SHOWN_LINES)
@@ -132,16 +132,16 @@ class _ShownCell:
         now_s = time.monotonic()
         for rank, message in journal.by_date(pieces):
             if _is_text(message):
-                self._feed.feed(rank, message, now_s)
+                self._reducer.feed(rank, message, now_s)
         ended = {
             rank: file
             for rank, file in self._files.items()
             if file.has_ended and rank not in self._ended
         }
         for rank in sorted(ended):
-            self._feed.end(rank, now_s)
+            self._reducer.end(rank, now_s)
         self._ended.update(ended)
-        self._draw(self._feed.due(now_s))
+        self._draw(self._reducer.due(now_s))
         self._sink.draw([Line("stderr", f"{note}\n") for note in journal.loss_notes(ended)])
         return any(file.offset > offsets[rank] for rank, file in self._files.items())
 
@@ -174,7 +174,7 @@ class _ShownCell:
         """Say of which ranks nothing is seen here, once."""
         unseen = {rank: hosts[rank] for rank in sorted(self._unopened) if rank < len(hosts)}
         for rank in self._unopened:  # the others' lines do not wait for it
-            self._feed.end(rank, time.monotonic())
+            self._reducer.end(rank, time.monotonic())
         self._unopened.clear()
         if unseen:
             note = f"not shown: {ranks_on_hosts(unseen)}, whose journals are not on this machine\n"
@@ -191,10 +191,10 @@ class _ShownCell:
         """Draw the rest; how ranks have failed."""
         now_s = time.monotonic()
         for rank in self._head.ranks:
-            self._feed.end(rank, now_s)
-        self._sink.draw(self._feed.due(now_s))
+            self._reducer.end(rank, now_s)
+        self._sink.draw(self._reducer.due(now_s))
         self._sink.close(CellResult(()))
-        failures = [self._feed.failure(rank) for rank in self._head.ranks]
+        failures = [self._reducer.failure(rank) for rank in self._head.ranks]
         return tuple(failure for failure in failures if failure is not None)
 
     def release(self) -> None:
