@@ -206,20 +206,20 @@ class Nvml:
         readings: list[GpuReading] = []
         problems: list[str] = []
         closed: list[str] = []
-        wholes: dict[int, Any] = {}
+        whole_gpus: dict[int, Any] = {}
         for index in range(int(self._nvml.nvmlDeviceGetCount())):
             try:
                 whole = self._nvml.nvmlDeviceGetHandleByIndex(index)
                 if index not in self._parts:
                     self._parts[index] = tuple(self._find_parts(index, whole))
                 readings += [self._reading(whole, *part) for part in self._parts[index]]
-                wholes[index] = whole
+                whole_gpus[index] = whole
             except Exception as error:  # noqa: BLE001  # NVML's errors have no public base class
                 self._parts.pop(index, None)
                 is_closed = getattr(error, "value", None) == _NO_PERMISSION
                 (closed if is_closed else problems).append(f"GPU {index} cannot be read: {error}")
         if self._links is None:
-            self._links = tuple(self._find_links(wholes))
+            self._links = tuple(self._find_links(whole_gpus))
         driver = self._ask("nvmlSystemGetDriverVersion") or ""
         problems += [] if readings else closed
         return GpuReadings(tuple(readings), tuple(problems), driver, self._links)
@@ -289,8 +289,8 @@ class Nvml:
                     raise
         return None
 
-    def _find_links(self, wholes: Mapping[int, Any]) -> Iterator[tuple[int, int, str]]:
-        for (first, handle), (second, peer) in itertools.combinations(wholes.items(), 2):
+    def _find_links(self, whole_gpus: Mapping[int, Any]) -> Iterator[tuple[int, int, str]]:
+        for (first, handle), (second, peer) in itertools.combinations(whole_gpus.items(), 2):
             # Nobody but the doctor looks at it: what fails here is no reason to read no GPU.
             with contextlib.suppress(Exception):
                 kind = _LINKS.get(self._ask("nvmlDeviceGetTopologyCommonAncestor", handle, peer))

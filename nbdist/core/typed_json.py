@@ -120,7 +120,7 @@ class Value:
             raise self.refused(f"one of {', '.join(choices)}")
         return self.raw
 
-    def wholes(self, least: int = -MOST, most: int = MOST) -> npt.NDArray[np.int64]:
+    def integers(self, least: int = -MOST, most: int = MOST) -> npt.NDArray[np.int64]:
         """A list of whole numbers within bounds."""
         if not _are_within(self.sequence(), least, most):
             for entry in self.entries():

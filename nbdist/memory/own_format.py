@@ -113,7 +113,7 @@ def unpack(ours: Value) -> RankMemory:
             Phase(kind.text((BACKWARD, STEPPING)), start_ns.whole(), end_ns.whole())
             for kind, start_ns, end_ns in ours["phases"].rows(3)
         ),
-        step_ends_ns=tuple(ours["step_ends_ns"].wholes(0).tolist()),
+        step_ends_ns=tuple(ours["step_ends_ns"].integers(0).tolist()),
         reserved=_reserved(ours["reserved"]),
         segments=tuple(
             Segment(
@@ -168,7 +168,7 @@ def _blocks(table: Value, stack_count: int, name_count: int) -> Blocks:
         "stack": (-1, stack_count - 1), "name": (-1, name_count - 1),
         "operator": (-1, name_count - 1),
     }  # fmt: skip
-    columns = {name: table[name].wholes(*bounds[name]) for name in _COLUMNS}
+    columns = {name: table[name].integers(*bounds[name]) for name in _COLUMNS}
     for name, column in columns.items():
         if len(column) != len(columns["address"]):
             raise Misfit(
@@ -187,7 +187,7 @@ def _blocks(table: Value, stack_count: int, name_count: int) -> Blocks:
 
 
 def _reserved(table: Value) -> Reserved:
-    times, sizes = (table[name].wholes(0) for name in ("time_ns", "size_bytes"))
+    times, sizes = (table[name].integers(0) for name in ("time_ns", "size_bytes"))
     if len(times) != len(sizes):
         raise Misfit(f"{table.where} has {len(times)} times and {len(sizes)} sizes")
     return Reserved(times, sizes)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from nbdist.core.rank import this_rank
 from nbdist.parallel.base.tensors import local_as
 from nbdist.parallel.live import fsdp1_state, registry
-from nbdist.parallel.reshard import full_state as wholes
+from nbdist.parallel.reshard import full_state
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose
@@ -147,7 +147,7 @@ def moments_of(net: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def moments_off(optimizer: Any, moments: Mapping[str, Any]) -> float:
     """The largest difference of each kind of state, by its largest value; steps are equal."""
-    state = wholes.full_optimizer_state(optimizer.optimizer)["state"]
+    state = full_state.full_optimizer_state(optimizer.optimizer)["state"]
 
     def worst(kind: str) -> float:
         pairs = [

@@ -166,11 +166,11 @@ def _of_sorted_rows(
     degrees = sides.share.degrees
     if degrees.dp == 1:
         return {}
-    wholes = {key: value_of(sides.reference.captured, key) for key in all_parts}
+    references = {key: value_of(sides.reference.captured, key) for key in all_parts}
     tables: dict[TensorKey, Rows] = {}
     order = sides.reference.captured.order
     for key in sorted(all_parts, key=lambda key: (PHASES.index(key.phase), order[key])):
-        whole = wholes[key]
+        whole = references[key]
         here = value_of(sides.here.captured, key, tuple(whole.shape))
         is_of_rows = key.name != ROOT and here.ndim > 1 and here.shape[1:] == whole.shape[1:]
         if is_of_rows and here.numel() and here.shape[0] < whole.shape[0]:
@@ -181,9 +181,9 @@ def _of_sorted_rows(
     rows = matches(tables, degrees.peers(rank(), *AXES["dp"]))
     moved = {key: value_of(sides.moved.captured, key) for key in rows}
     return {
-        key: Triple(tables[key].here, wholes[key][index], moved[key][index])
+        key: Triple(tables[key].here, references[key][index], moved[key][index])
         for key, index in rows.items()
-        if moved[key].shape == wholes[key].shape
+        if moved[key].shape == references[key].shape
     }
 
 
@@ -339,13 +339,13 @@ def evidence(sides: Sides, key: TensorKey) -> tuple[AxisEvidence, ...]:
         ]
         if degree == 1 or len(parts) < degree:
             continue
-        wholes = [t.reference.double() for t in triples if t is not None]
+        references = [t.reference.double() for t in triples if t is not None]
         # Each rank's own part of a split tensor is no summand of the others'.
-        if any(not torch.equal(whole, wholes[0]) for whole in wholes):
+        if any(not torch.equal(whole, references[0]) for whole in references):
             continue
         total = torch.stack(parts).sum(0)
         results.append(AxisEvidence(
-            axis, degree, rms(total - wholes[0]), rms(total / degree - wholes[0]),
+            axis, degree, rms(total - references[0]), rms(total / degree - references[0]),
             all(torch.equal(p, parts[0]) for p in parts),
         ))  # fmt: skip
     return tuple(results)

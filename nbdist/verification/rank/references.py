@@ -163,10 +163,10 @@ def gathered(model: Prepared, parts: dict[str, torch.Tensor]) -> dict[str, torch
     dtypes: dict[str, torch.dtype] = {}
     for rank_dtypes in all_gather_object({name: part.dtype for name, part in parts.items()}):
         dtypes |= rank_dtypes
-    wholes = {}
+    whole_tensors = {}
     for name in [name for name in model.layouts if name in dtypes]:
         reshard = Reshard(name, dtypes[name], model.side(name), model.whole(name))
         local = {name: parts[name].to(device)} if name in parts else {}
         with progress.during("gathering"):  # is no word for who has asked for a verification
-            wholes[name] = redistribute([reshard], local, device)[name].cpu()
-    return wholes
+            whole_tensors[name] = redistribute([reshard], local, device)[name].cpu()
+    return whole_tensors

@@ -310,7 +310,7 @@ class _Verifier:
         ranks = _data_peers(self._before, rank())
         captures = [Capture(model, moved_eps=moved_eps) for model in self._models]
         befores = [_values(model) for model in self._models]
-        wholes = [
+        whole_batches = [
             WholeBatch(model.base, ranks.index(rank()), Peers(ranks, exchange), capture)
             for model, capture in zip(self._models, captures, strict=True)
             if is_reference
@@ -321,7 +321,7 @@ class _Verifier:
                 model.base.zero_grad(set_to_none=True)
             for capture in captures:
                 stack.enter_context(capture.attached())
-            for whole in wholes:
+            for whole in whole_batches:
                 stack.enter_context(whole.attached())
             outer = OuterCode([model.base for model in self._models], self._accumulate)
             if is_reference:
@@ -338,11 +338,11 @@ class _Verifier:
         _refuse_changed(self._models)
         runs = self._runs(captures, befores, is_reference=is_reference)
         digests = tuple(digest for watched in inputs for digest in watched.digests)
-        if not wholes:
+        if not whole_batches:
             return _Pass(runs, draws, elapsed_s, digests=digests)
         return _Pass(
-            runs, draws, elapsed_s, tuple(whole.samples for whole in wholes), digests,
-            {True} == {is_equal for whole in wholes for is_equal in whole.are_equal},
+            runs, draws, elapsed_s, tuple(whole.samples for whole in whole_batches), digests,
+            {True} == {is_equal for whole in whole_batches for is_equal in whole.are_equal},
             tuple(outer.terms), outer.calls,
         )  # fmt: skip
 
