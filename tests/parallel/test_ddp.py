@@ -79,9 +79,9 @@ def test_a_mesh_of_all_ranks_makes_no_group() -> None:
         before = c10d._world.group_count
         ddp, fsdp, tp = (build_mesh(pick(name), "cpu") for name in ("ddp", "fsdp", "tp"))
         assert c10d._world.group_count == before
-    groups = ddp.group("dp_replicate"), fsdp.mesh.get_group(), tp.submesh("tp").get_group()
+    groups = ddp.group("dp_replicate"), fsdp.device_mesh.get_group(), tp.submesh("tp").get_group()
     assert all(group is dist.group.WORLD for group in groups)
-    assert tp.mesh.mesh.tolist() == [0, 1]
+    assert tp.device_mesh.mesh.tolist() == [0, 1]
 
 
 def conv() -> nn.Module:

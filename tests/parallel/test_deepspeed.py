@@ -78,9 +78,9 @@ class Under(Alone):
     def __init__(self, **options: Any) -> None:
         super().__init__(Options(**options), rank)
         choice = Strategy("deepspeed", Degrees(dp_replicate=n), n, self.options)
-        grid = build_mesh(choice, "cpu")
+        parallel_mesh = build_mesh(choice, "cpu")
         self.engine, same = deepspeed.prepare(
-            self.model, self.optimizer, choice, grid, torch.device("cpu")
+            self.model, self.optimizer, choice, parallel_mesh, torch.device("cpu")
         )
         assert same is self.optimizer
         assert self.engine.module is self.model

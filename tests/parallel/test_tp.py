@@ -134,7 +134,7 @@ def what_is_split_is_copied_planned_again_and_taken_off() -> None:
     assert plain.head.weight is plain.emb.weight
     # Planned again from what the model is without it.
     with build.bare(built):
-        again = build.plan(ModelBuild(plain, built.job.choice, built.job.grid, CPU))
+        again = build.plan(ModelBuild(plain, built.job.choice, built.job.mesh, CPU))
     assert again.layouts == built.layouts
     outside = refusal(lambda: built.outer(words + 257, labels), IndexError)
     assert "out of range" in outside

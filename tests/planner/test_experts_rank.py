@@ -200,7 +200,7 @@ def _held_by_layouts(config: PretrainedConfig, choice: Strategy) -> int:
         job = ModelBuild(_built(config), choice, build_mesh(choice, "cpu"), torch.device("cpu"))
         built = build.plan(job)
         shapes = [
-            local_shape(built.layouts[name], built.job.grid.degrees, 0) or (0,)
+            local_shape(built.layouts[name], built.job.mesh.degrees, 0) or (0,)
             for name in built.parameter_names
         ]
     return 4 * sum(math.prod(shape) for shape in shapes)

@@ -119,9 +119,9 @@ _meshes: dict[object, mesh.ParallelMesh] = {}
 
 def job_of(base: nn.Module, choice: Strategy, accelerator: Any = None) -> ModelBuild:
     key = (choice.name == "single", choice.degrees)
-    grid = _meshes[key] if key in _meshes else mesh.build_mesh(choice, "cpu")
-    _meshes[key] = grid
-    job = ModelBuild(base, choice, grid, CPU)
+    parallel_mesh = _meshes[key] if key in _meshes else mesh.build_mesh(choice, "cpu")
+    _meshes[key] = parallel_mesh
+    job = ModelBuild(base, choice, parallel_mesh, CPU)
     job.accelerator = accelerator
     return job
 
@@ -143,7 +143,7 @@ def parts_of(built: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
     """This rank's part of each of a model's whole tensors, by name; None where it has none."""
     for name, layout in built.layouts.items():
         if name in tensors:
-            part = build.part_of(tensors[name].detach(), layout, built.job.grid.degrees, rank)
+            part = build.part_of(tensors[name].detach(), layout, built.job.mesh.degrees, rank)
             yield name, None if part is None else part.clone()
 
 
@@ -187,7 +187,7 @@ def no_sync(built: Any) -> Any:
 
 def cuts(built: Any, accumulate: int) -> list[Cut]:
     """How a batch becomes this rank's pieces."""
-    degrees, place = built.job.grid.degrees, built.job.grid.coordinate
+    degrees, place = built.job.mesh.degrees, built.job.mesh.coordinate
     at = place.dp_replicate * degrees.dp_shard + place.dp_shard
     return [
         lambda t, number=number: t.chunk(degrees.dp)[at].chunk(accumulate)[number]

@@ -248,7 +248,7 @@ def _peers(parameters: Sequence[torch.Tensor], watched: _Watched) -> list[Peers]
     for prepared in registry.prepared() if registry is not None else ():
         if prepared.built.job.choice.name in ("single", "deepspeed", "fsdp1"):
             continue
-        rank = prepared.built.job.grid.rank
+        rank = prepared.built.job.mesh.rank
         for name, parameter in prepared.parameters.items():
             layout, degrees = prepared.layouts[name], prepared.degrees
             runs = local_runs(layout, degrees, rank)

@@ -185,7 +185,7 @@ def _part(prepared: Prepared, name: str) -> str:
     job = prepared.built.job
     if job.choice.name == "single":
         return ""
-    return str(local_runs(prepared.layouts[name], prepared.degrees, job.grid.rank))
+    return str(local_runs(prepared.layouts[name], prepared.degrees, job.mesh.rank))
 
 
 def _from_wrapper(model: live_models.NamedModel) -> LocalModel:

@@ -107,7 +107,7 @@ def prepare_engine(arguments: Sequence[Any]) -> tuple[Any, ...]:
     drop()
     choice = registry.current()
     engine, optimizer = deepspeed.prepare(
-        models[0], raw, choice, registry.grid(), registry.device()
+        models[0], raw, choice, registry.cached_mesh(), registry.device()
     )
     _engines.add(engine)
     placed = {id(models[0]): engine, id(optimizers[0]): EngineOptimizer(optimizer, engine)}

@@ -122,7 +122,7 @@ def _group() -> dist.ProcessGroup | None:
     if degrees.dp == degrees.product:
         # No mesh is made for it: a rank that has replaced another would make one by itself.
         return dist.group.WORLD
-    return registry.grid(registry.data_choice()).group("dp_replicate", "dp_shard")
+    return registry.cached_mesh(registry.data_choice()).group("dp_replicate", "dp_shard")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

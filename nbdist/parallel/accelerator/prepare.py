@@ -27,11 +27,11 @@ from nbdist.parallel.live.prepared import Prepared
 from nbdist.parallel.live.registry import (
     agree_on_numbers,
     bound_optimizers,
+    cached_mesh,
     current,
     device,
-    grid,
-    grid_for,
     last_number,
+    mesh_for,
     names_in,
     owner_names,
     prepared,
@@ -73,7 +73,7 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
             outer = _commit(built, values)
             live_models.note_alone(outer)
             return outer
-        job = ModelBuild(model, choice, grid_for(choice), device(), accelerator=accelerator)
+        job = ModelBuild(model, choice, mesh_for(choice), device(), accelerator=accelerator)
         what = f"Preparing {type(model).__name__}"
         planned: list[build.Built] = []
         sketches, strides = zip(*all_or_none(what, lambda: _sketch(planned, job)), strict=True)
@@ -138,7 +138,7 @@ def attach_steps(optimizer: Optimizer, models: list[Prepared]) -> None:
             for model in models
             for name, owner in owner_names(model.built).items()
         }
-        detaches.append(zero1.attach(optimizer, owners, grid().group("dp_replicate")))
+        detaches.append(zero1.attach(optimizer, owners, cached_mesh().group("dp_replicate")))
     bound[optimizer] = functools.partial(_call_all, tuple(filter(None, detaches)))
 
 
@@ -164,7 +164,7 @@ def _sketch(planned: list[build.Built], job: ModelBuild) -> tuple[list[_Sketched
     _refuse_sharded(job.base, job.choice)
     tensors = build.tensors_of(job.base)
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if missing and job.grid.rank == 0:
+    if missing and job.mesh.rank == 0:
         raise OptionError(
             f"{missing[0]} is on the meta device and has no values ({len(missing)} such tensors). "
             "Build the model on a real device, at least on rank 0, whose values all ranks get."
@@ -223,12 +223,12 @@ def _compare(sketches: Sequence[list[_Sketched]]) -> int:
 def _first_values(built: build.Built) -> dict[str, torch.Tensor]:
     """Return this rank's part of rank 0's values. Collective."""
     tensors = build.tensors_of(built.job.base)
-    degrees = built.job.grid.degrees
+    degrees = built.job.mesh.degrees
     moves: dict[bool, list[Reshard]] = {True: [], False: []}
     values = {}
     for name, layout in built.layouts.items():
         tensor = tensors[name].detach()
-        if built.job.grid.rank == 0:
+        if built.job.mesh.rank == 0:
             values[name] = tensor
         old = Placement(TensorLayout(layout.shape, ranks=frozenset({0})), Degrees())
         is_parameter = isinstance(tensors[name], torch.nn.Parameter)

@@ -20,7 +20,7 @@ class ParallelMesh:
     Attributes:
         degrees: How many ranks lie along each axis.
         coordinate: Where this rank is along each axis.
-        mesh: The mesh with the axes that count; None where every rank is by itself.
+        device_mesh: The mesh with the axes that count; None where every rank is by itself.
         expert_mesh: The same ranks with those that see different data as edp x ep: along ep they
             share the experts, along edp they have the same ones. None without ep.
     """
@@ -28,15 +28,15 @@ class ParallelMesh:
     degrees: Degrees
     rank: int
     coordinate: Degrees
-    mesh: DeviceMesh | None
+    device_mesh: DeviceMesh | None
     expert_mesh: DeviceMesh | None = None
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """The mesh along these axes (in AXES' order) through this rank."""
-        assert self.mesh is not None
+        assert self.device_mesh is not None
         names = tuple(axis for axis in AXES if axis in axes)
-        return self.mesh[names] if len(names) > 1 else self.mesh[names[0]]
+        return self.device_mesh[names] if len(names) > 1 else self.device_mesh[names[0]]
 
     def size(self, *axes: str) -> int:
         """How many ranks differ from this one in no other axes."""
@@ -51,9 +51,9 @@ class ParallelMesh:
         if not wanted:
             return None
         if wanted not in self._groups:
-            assert self.mesh is not None
+            assert self.device_mesh is not None
             if len(wanted) == 1:
-                group: dist.ProcessGroup | None = self.mesh[wanted[0]].get_group()
+                group: dist.ProcessGroup | None = self.device_mesh[wanted[0]].get_group()
             elif self.size(*wanted) == dist.get_world_size():
                 group = dist.group.WORLD
             else:

@@ -31,7 +31,7 @@ class ModelBuild:
 
     base: torch.nn.Module
     choice: Strategy
-    grid: ParallelMesh
+    mesh: ParallelMesh
     device: torch.device
     root: torch.nn.Module = field(init=False)
     step_data: dict[str, Any] = field(default_factory=dict)

@@ -82,7 +82,7 @@ class Trial:
     base: torch.nn.Module
     call: inspect.BoundArguments
     attend: attention.Attend
-    grid: ParallelMesh
+    mesh: ParallelMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def examine(trial: Trial) -> OutputSplit:
     Collective over dp_replicate and cp, and alike on all of these. Forward runs four times or
     more, without gradients, and in eval mode where results are compared.
     """
-    total, size = split_sequence.length(trial.call), trial.grid.size("cp")
+    total, size = split_sequence.length(trial.call), trial.mesh.size("cp")
     n_positions = min(total, _POSITIONS * size)
     visible = _visible(trial.base)
     with torch.no_grad(), put_back_after(keep_modes(trial.base)):
@@ -127,12 +127,12 @@ def examine(trial: Trial) -> OutputSplit:
         except OptionError as error:  # of the attention, on every rank
             return OutputSplit(why=str(error))
         del visible
-        return _compare(trial.grid, local, whole, mixed_in)
+        return _compare(trial.mesh, local, whole, mixed_in)
 
 
 def _mixing(trial: Trial) -> str:
     """Where positions mix outside of attention; "" nowhere."""
-    total, size = split_sequence.length(trial.call), trial.grid.size("cp")
+    total, size = split_sequence.length(trial.call), trial.mesh.size("cp")
     # A dim of this length is the sequence: no parameter has it, if that can be.
     taken = {n for parameter in trial.base.parameters() for n in parameter.shape}
     longest = min(total, _FARTHEST) // size
@@ -171,11 +171,11 @@ def _run(
     *,
     is_split: bool = False,
 ) -> _Run:
-    call, grid = split_sequence.cut(trial.call, 0, n_positions, n_batch=1), trial.grid
+    call, mesh = split_sequence.cut(trial.call, 0, n_positions, n_batch=1), trial.mesh
     mode = attention.SplitSequence()
     if is_split:
-        call = split_sequence.piece(call, trial.base, grid.coordinate.cp, grid.size("cp"))
-        mode = attention.SplitSequence(trial.attend, grid.group("cp"))
+        call = split_sequence.piece(call, trial.base, mesh.coordinate.cp, mesh.size("cp"))
+        mode = attention.SplitSequence(trial.attend, mesh.group("cp"))
     mode.attention_inputs = []
     with _without_trace(trial.base), mode:
         output = torch.func.functional_call(trial.base, visible, call.args, call.kwargs)
@@ -184,7 +184,7 @@ def _run(
         return _Run(outputs, mode.attention_inputs, mode.is_half, attributes)
 
 
-def _compare(grid: ParallelMesh, local: _Run, whole: _Run, mixed_in: str) -> OutputSplit:
+def _compare(mesh: ParallelMesh, local: _Run, whole: _Run, mixed_in: str) -> OutputSplit:
     """Says what differs, alike on all ranks; `mixed_in` is where positions mix."""
     dims: list[int | None] = []
     errors = {"outputs": [0.0], "losses": [0.0]}
@@ -192,18 +192,18 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run, mixed_in: str) -> Out
         errors["outputs"].append(math.inf)
     else:
         for part, all_ in zip(local.output, whole.output, strict=True):
-            dims.append(_dim(part, all_, grid.size("cp")))
-            error = _output_error(part, all_, dims[-1], grid)
+            dims.append(_dim(part, all_, mesh.size("cp")))
+            error = _output_error(part, all_, dims[-1], mesh)
             errors["outputs" if all_.ndim else "losses"].append(error)
-    inputs = _input_errors(local, whole, grid)
+    inputs = _input_errors(local, whole, mesh)
     if not whole.attention_inputs:  # the same code runs on all ranks
         return OutputSplit(why=_NO_ATTENTION)
     differences = [inputs[0], max(inputs), max(errors["outputs"]), max(errors["losses"])]
     differences.append(float(bool(mixed_in)))
-    assert grid.mesh is not None
+    assert mesh.device_mesh is not None
     # Each at its largest over all ranks.
-    worst = torch.tensor(differences, dtype=torch.float64, device=grid.mesh.device_type)
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=grid.group("dp_replicate", "cp"))
+    worst = torch.tensor(differences, dtype=torch.float64, device=mesh.device_mesh.device_type)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.group("dp_replicate", "cp"))
     # Attention computed in float32, and products did.
     is_exact = not whole.is_half and torch.get_float32_matmul_precision() == "highest"
     *differences, mixes = worst.tolist()
@@ -212,12 +212,12 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run, mixed_in: str) -> Out
     limits = _TOLERANCE if is_exact else _TOLERANCE_HALF
     if why := _difference(differences, limits):
         return OutputSplit(why=why)
-    return OutputSplit(tuple(dims), is_mean=_are_means(grid, local, whole, limits[1]))
+    return OutputSplit(tuple(dims), is_mean=_are_means(mesh, local, whole, limits[1]))
 
 
-def _are_means(grid: ParallelMesh, local: _Run, whole: _Run, limit: float) -> dict[str, bool]:
+def _are_means(mesh: ParallelMesh, local: _Run, whole: _Run, limit: float) -> dict[str, bool]:
     """Say whether the whole's values that modules keep are means of the ranks' values, by name."""
-    group = grid.group("cp")
+    group = mesh.group("cp")
     assert group is not None
     is_mean: dict[str, bool] = {}
     for name in sorted(local.kept.keys() & whole.kept.keys()):
@@ -251,9 +251,9 @@ def _dim(part: torch.Tensor, whole: torch.Tensor, size: int) -> int | None:
 
 
 def _output_error(
-    part: torch.Tensor, whole: torch.Tensor, dim: int | None, grid: ParallelMesh
+    part: torch.Tensor, whole: torch.Tensor, dim: int | None, mesh: ParallelMesh
 ) -> float:
-    group = grid.group("cp")
+    group = mesh.group("cp")
     assert group is not None
     if dim is not None:
         part = split_sequence.all_gather(part, dim, group)
@@ -262,11 +262,11 @@ def _output_error(
     return _error(part, whole)
 
 
-def _input_errors(local: _Run, whole: _Run, grid: ParallelMesh) -> list[float]:
+def _input_errors(local: _Run, whole: _Run, mesh: ParallelMesh) -> list[float]:
     """Return how much the inputs of each attention differ; the first may be the only one."""
     if len(local.attention_inputs) != len(whole.attention_inputs) or not local.attention_inputs:
         return [0.0, math.inf] if whole.attention_inputs else [0.0]
-    size, place = grid.size("cp"), grid.coordinate.cp
+    size, place = mesh.size("cp"), mesh.coordinate.cp
     errors = []
     for part, all_ in zip(local.attention_inputs, whole.attention_inputs, strict=True):
         # What is no sequence (another model's output, say) is the same on each rank.

@@ -47,10 +47,10 @@ class ContextParallel(torch.nn.Module):
         self.module = module
         # Not registered: it is in `module` already.
         object.__setattr__(self, "_base", job.base)
-        group = job.grid.group("cp")
+        group = job.mesh.group("cp")
         assert group is not None
         self._group = group
-        self._grid: ParallelMesh = job.grid
+        self._mesh: ParallelMesh = job.mesh
         compute = attention.CONTEXTS[job.choice.options.context]
         self._attend: attention.Attend = lambda problem: compute(problem, group)
         self._splits: dict[Hashable, check.OutputSplit] = {}
@@ -76,14 +76,14 @@ class ContextParallel(torch.nn.Module):
                 backward, if the loss uses what a module keeps of a piece, and that cannot be.
         """
         call = split_sequence.bind(self.base, args, kwargs)
-        size = self._grid.size("cp")
+        size = self._mesh.size("cp")
         why = split_sequence.why_whole(call, getattr(self.base, "config", None), size)
         split = None if why else self._split(call)
         if split is None or split.why:
             if torch.is_grad_enabled():
                 raise OptionError(why or split.why)  # type: ignore[union-attr]
             return self.base(*args, **kwargs)
-        piece = split_sequence.piece(call, self.base, self._grid.coordinate.cp, size)
+        piece = split_sequence.piece(call, self.base, self._mesh.coordinate.cp, size)
         with attention.SplitSequence(self._attend, self._group):
             output = self.module(*piece.args, **piece.kwargs)
         if torch.is_grad_enabled():
@@ -94,12 +94,12 @@ class ContextParallel(torch.nn.Module):
         # A module may do in training what it does not do in an evaluation.
         kind = check.kind(call), tuple(module.training for module in self.base.modules())
         if kind not in self._splits:
-            trial = check.Trial(self.base, call, self._attend, self._grid)
+            trial = check.Trial(self.base, call, self._attend, self._mesh)
             self._splits[kind] = check.examine(trial)
         return self._splits[kind]
 
     def _watch(self, call: inspect.BoundArguments, split: check.OutputSplit) -> KeptWatch:
-        length = split_sequence.length(call) // self._grid.size("cp")
+        length = split_sequence.length(call) // self._mesh.size("cp")
         key = check.kind(call), length
         if key not in self._watches:
             forget = functools.partial(forget_step, self.module)

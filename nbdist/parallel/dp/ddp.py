@@ -31,7 +31,7 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     """Wrap what is trained; a model without trained parameters has no gradients to reduce."""
     if not any(parameter.requires_grad for parameter in outer.parameters()):
         return outer
-    group = job.grid.group("dp_replicate", "cp")
+    group = job.mesh.group("dp_replicate", "cp")
     ddp = DistributedDataParallel(outer, **_arguments(job), process_group=group)
     handler, hook = getattr(job.accelerator, "ddp_handler", None), job.choice.options.hook
     if hook:

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO: an engine that takes model and optimizer over, and what is asked of it.
 
-    engine, optimizer = prepare(model, optimizer, choice, grid, device)
+    engine, optimizer = prepare(model, optimizer, choice, mesh, device)
     for batch in loader:
         with contextlib.nullcontext() if is_last else no_sync(engine):
             backward(engine, engine(batch))
@@ -54,7 +54,7 @@ def prepare(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     choice: Strategy,
-    grid: ParallelMesh,
+    mesh: ParallelMesh,
     device: torch.device,
 ) -> tuple[Any, torch.optim.Optimizer]:
     """Let DeepSpeed take a model and its optimizer over. Collective: every rank.
@@ -67,7 +67,7 @@ def prepare(
         model: The user's; stays inside as `engine.module`.
         optimizer: Of torch, over all parameters of the model that are trained.
         choice: Strategy deepspeed with its options stage, offload, precision, accumulate.
-        grid: Its mesh, which has dp_replicate only.
+        mesh: The mesh of the strategy, which has dp_replicate only.
         device: Of this rank.
 
     Returns:
@@ -79,7 +79,7 @@ def prepare(
         OptionError: If DeepSpeed, a compiler or libaio is missing, or the CPU cannot do fp16.
     """
     refuse(choice.options, device)
-    assert grid.degrees.dp == choice.world_size, grid.degrees
+    assert mesh.degrees.dp == choice.world_size, mesh.degrees
     package = _package(device)
     refuse_op(package, choice.options, device)
     for tensor in (*model.parameters(), *model.buffers()):

@@ -59,7 +59,7 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
             f"fsdp does not offload to {job.choice.options.offload}. Use --offload cpu, or "
             "deepspeed --stage 3 --offload nvme."
         )
-    degrees = job.grid.degrees
+    degrees = job.mesh.degrees
     if degrees.dp_shard == 1 and degrees.product > 1:  # as the mesh will be, if it is not made yet
         _refuse_without_split(job)
         return layouts
@@ -129,19 +129,19 @@ def _experts(job: ModelBuild) -> list[torch.nn.Module]:
 
 def _unshared(job: ModelBuild) -> set[torch.nn.Parameter]:
     """Parameters that no other rank has: of experts, where all ranks share them."""
-    degrees = job.grid.degrees
+    degrees = job.mesh.degrees
     modules = _experts(job) if degrees.dp == degrees.ep else []
     return {parameter for module in modules for parameter in module.parameters()}
 
 
 def _shard_experts(job: ModelBuild, **options: Any) -> None:
     """Split the experts of each layer over the ranks that have the same ones."""
-    degrees = job.grid.degrees
+    degrees = job.mesh.degrees
     if degrees.dp == degrees.ep:
         return
     for module in _experts(job):
-        assert job.grid.expert_mesh is not None
-        mesh = job.grid.expert_mesh["edp"]
+        assert job.mesh.expert_mesh is not None
+        mesh = job.mesh.expert_mesh["edp"]
 
         def place(parameter: torch.nn.Parameter, copies: int = mesh.size()) -> Shard:
             return Shard(_expert_dim(tuple(parameter.shape), copies))
@@ -304,11 +304,11 @@ def _separate_units(
 
 def _mesh(job: ModelBuild) -> DeviceMesh | None:
     """The mesh of the data parallel axes; None where nothing is split (`fsdp --tp 2` on 2)."""
-    mesh = job.grid.mesh
+    mesh = job.mesh.device_mesh
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if "dp_shard" not in names:
         return None
-    return job.grid.submesh(*(axis for axis in _AXES if axis in names))
+    return job.mesh.submesh(*(axis for axis in _AXES if axis in names))
 
 
 def _as_weight(norm: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -329,7 +329,7 @@ def _shards(module: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def _refuse_without_split(job: ModelBuild) -> None:
-    replicas = job.grid.degrees.dp_replicate
+    replicas = job.mesh.degrees.dp_replicate
     if replicas > 1:
         raise OptionError(
             f"--shard hybrid: {replicas} copies of the model leave 1 rank for each, and nothing to "

@@ -46,7 +46,7 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     axes = ("dp_replicate", "dp_shard") if options.shard == "hybrid" else ("dp_shard",)
     return FullyShardedDataParallel(
         outer,
-        device_mesh=job.grid.submesh(*axes),
+        device_mesh=job.mesh.submesh(*axes),
         sharding_strategy=_STRATEGIES[options.shard],
         auto_wrap_policy=CustomPolicy(lambda module: module in units),
         mixed_precision=policy,

@@ -32,7 +32,7 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Find the experts; each of their parameters is split along its first dim."""
     experts = find_experts(job.base)
     for name, layer in experts.items():
-        _refuse_uneven(name, layer, job.grid.degrees)
+        _refuse_uneven(name, layer, job.mesh.degrees)
     names = _parameter_names(job.base, experts)
     missing = [name for name in names if name not in layouts]
     if missing:
@@ -47,19 +47,19 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
 def _lay_out(job: ModelBuild) -> None:
     """Make meta DTensors of the experts, and let their forward be the exchange around their own."""
     experts: dict[str, LayerExperts] = job.step_data["ep"]
-    meshes = job.grid.expert_mesh
+    meshes = job.mesh.expert_mesh
     assert meshes is not None
     names = meshes.mesh_dim_names or ()
     mesh = meshes["ep"] if len(names) > 1 else meshes
     # FSDP2 averages over them by itself.
-    averages_here = "edp" in names and job.grid.degrees.dp_shard == 1
+    averages_here = "edp" in names and job.mesh.degrees.dp_shard == 1
     copies = meshes["edp"].get_group() if averages_here else None
     for name, layer in experts.items():
         module = job.base.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(key, split_parameter(parameter, mesh, Shard(0)))
         attributes = vars(module)
-        attributes.update(dict.fromkeys(layer.counts, layer.count // job.grid.degrees.ep))
+        attributes.update(dict.fromkeys(layer.counts, layer.count // job.mesh.degrees.ep))
         inner = attributes.get("forward") or functools.partial(type(module).forward, module)
         group = ExpertGroup(mesh.get_group(), copies, layer.count, name)
         forward: Any = functools.partial(dispatch, module, inner, group)

@@ -54,7 +54,7 @@ class Built:
 
     def side(self, name: str) -> Placement:
         """How a parameter or buffer lies."""
-        return Placement(self.layouts[name], self.job.grid.degrees)
+        return Placement(self.layouts[name], self.job.mesh.degrees)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -267,12 +267,12 @@ def _fill_tensor(
     built: Built, name: str, shell: torch.Tensor, part: torch.Tensor | None
 ) -> torch.Tensor:
     """What stands in the model from now on: with this rank's values, or absent."""
-    grid = built.job.grid
-    expected = local_shape(built.layouts[name], grid.degrees, grid.rank)
+    mesh = built.job.mesh
+    expected = local_shape(built.layouts[name], mesh.degrees, mesh.rank)
     if expected is None:
         # One that is split stays a DTensor, whose placements stand for it where it is missing.
         return shell if isinstance(shell, DTensor) else absent(shell)
-    assert part is not None, f"{name} is to be on rank {grid.rank}, and no values came"
+    assert part is not None, f"{name} is to be on rank {mesh.rank}, and no values came"
     assert tuple(part.shape) == expected, (name, tuple(part.shape), expected)
     if not isinstance(shell, torch.nn.Parameter):
         return part

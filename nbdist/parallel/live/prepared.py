@@ -56,7 +56,7 @@ class Prepared:
     @property
     def degrees(self) -> Degrees:
         """The mesh of the layouts."""
-        return self.built.job.grid.degrees
+        return self.built.job.mesh.degrees
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:

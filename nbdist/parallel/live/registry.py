@@ -42,7 +42,7 @@ class _Live:
 
     Attributes:
         choice: The strategy; None until one is chosen: the default counts.
-        grids: Meshes that were made, by (is single, degrees).
+        meshes: ParallelMeshes that were made, by (is single, degrees).
         bound: Optimizers, in order; with what ends that which a strategy has added to its step.
         numbers: How many were given to models.
         data_choice: The strategy whose ranks share the data out; None for `choice`.
@@ -50,7 +50,7 @@ class _Live:
 
     choice: Strategy | None = None
     data_choice: Strategy | None = None
-    grids: dict[tuple[bool, Degrees], ParallelMesh] = field(default_factory=dict)
+    meshes: dict[tuple[bool, Degrees], ParallelMesh] = field(default_factory=dict)
     prepared: list[weakref.ref[Prepared]] = field(default_factory=list)
     bound: weakref.WeakKeyDictionary[Optimizer, Callable[[], object] | None] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -92,24 +92,24 @@ def set_choice(choice: Strategy) -> None:
     _live.choice = choice
 
 
-def grid(choice: Strategy | None = None) -> ParallelMesh:
+def cached_mesh(choice: Strategy | None = None) -> ParallelMesh:
     """The mesh of a strategy; of the current one by itself. Collective at its first use."""
     choice = choice or current()
-    return _live.grids.get(_key(choice)) or grid_for(choice)
+    return _live.meshes.get(_key(choice)) or mesh_for(choice)
 
 
-def grid_for(choice: Strategy) -> ParallelMesh:
+def mesh_for(choice: Strategy) -> ParallelMesh:
     """The mesh of a strategy. Collective: every rank, with the same one.
 
     Made anew on all ranks where one of them has not got it: it has replaced another.
     """
-    cached = _live.grids.get(_key(choice))
+    cached = _live.meshes.get(_key(choice))
     if all(all_or_none("Making the mesh", lambda: cached is not None)):
         assert cached is not None
         return cached
     with same_random():
         mesh = build_mesh(choice, device().type)
-    _live.grids[_key(choice)] = mesh
+    _live.meshes[_key(choice)] = mesh
     return mesh
 
 

@@ -231,7 +231,7 @@ def _importance(kind: _Kind) -> tuple[bool, int]:
 
 def _is_stepped(model: Prepared, name: str) -> bool:
     side = registry.state_side(model.built, name)
-    return local_shape(side.layout, side.degrees, model.built.job.grid.rank) is not None
+    return local_shape(side.layout, side.degrees, model.built.job.mesh.rank) is not None
 
 
 def _whole(names: _Names, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -262,7 +262,7 @@ def _offsets(optimizer: Optimizer, samples: Sequence[_Sample]) -> list[_Offset]:
     offsets = []
     for sample in stepped:
         layout, model, made = sample.model.layouts[sample.name], sample.model, alone[sample.key]
-        wanted = build.part_of(made, layout, model.degrees, model.built.job.grid.rank)
+        wanted = build.part_of(made, layout, model.degrees, model.built.job.mesh.rank)
         if wanted is None or not made.isfinite().all():
             continue
         rounding = 4 * torch.finfo(made.dtype).eps * sample.value.abs().max().item()

@@ -76,7 +76,7 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
 def _lay_out(job: ModelBuild) -> None:
     """Collects what this rank holds in a `Stages`, which further steps take for the model."""
     cuts: Cuts = job.step_data[_KEPT]
-    here = job.grid.coordinate.pp
+    here = job.mesh.coordinate.pp
     local_names = {n for n, places in cuts.holders.items() if places is None or here in places}
     tensors = _first_names(job.base)
     parts = []

@@ -82,10 +82,10 @@ class Pipeline(torch.nn.Module):
         """
         super().__init__()
         self.module = job.base
-        group = job.grid.group("pp")
+        group = job.mesh.group("pp")
         assert group is not None
         ranks = job.choice.degrees.pp
-        self._route = Route(group, job.grid.coordinate.pp, ranks, count, job.device)
+        self._route = Route(group, job.mesh.coordinate.pp, ranks, count, job.device)
         self._job = job
         self._holders = holders
         self._plans: dict[Any, PipelinePlan] = {}
@@ -281,7 +281,7 @@ class Pipeline(torch.nn.Module):
 
     def _is_known_everywhere(self, key: Any, count: int) -> bool:
         """Where data parallel ranks gather parameters together, all make a first run or none."""
-        group = self._job.grid.group("dp_replicate", "dp_shard")
+        group = self._job.mesh.group("dp_replicate", "dp_shard")
         if group is None:
             return key in self._plans
         extremes = torch.tensor([key not in self._plans, count, -count], device=self._route.device)

@@ -69,7 +69,7 @@ def load_full(model: Prepared, values: Mapping[str, torch.Tensor]) -> None:
         fsdp1_state.load(model, values)
         return
     fsdp.settle(model.built.job.root)
-    rank = model.built.job.grid.rank
+    rank = model.built.job.mesh.rank
     local = local_state(model)
     with torch.no_grad():
         for name, value in values.items():

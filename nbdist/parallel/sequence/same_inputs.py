@@ -30,8 +30,8 @@ def watch_inputs(job: ModelBuild, outer: torch.nn.Module) -> None:
     if job.choice.name == "single" or degrees.dp == degrees.product:
         return
     axes = _COMPARED_AXES if degrees.cp * degrees.tp > 1 else ()
-    groups = [group for axis in axes if (group := job.grid.group(axis)) is not None]
-    hook = InputHook(groups, degrees.peers(job.grid.rank, "pp", "cp", "tp"))
+    groups = [group for axis in axes if (group := job.mesh.group(axis)) is not None]
+    hook = InputHook(groups, degrees.peers(job.mesh.rank, "pp", "cp", "tp"))
     outer.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 

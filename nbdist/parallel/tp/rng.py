@@ -30,9 +30,9 @@ class Streams:
     the generators set back as torch.utils.checkpoint does, draws the same numbers.
     """
 
-    def __init__(self, grid: ParallelMesh, device: torch.device, model: torch.nn.Module) -> None:
-        self._group = grid.group("tp")
-        self._index = grid.coordinate.tp
+    def __init__(self, mesh: ParallelMesh, device: torch.device, model: torch.nn.Module) -> None:
+        self._group = mesh.group("tp")
+        self._index = mesh.coordinate.tp
         self._generators = _generators(device)
         # The host where the group can send from there: then nobody waits for the device.
         has_host = "cpu:" in str(dist.get_backend_config(self._group))

@@ -46,7 +46,7 @@ def plan_sequence(job: ModelBuild, plan: Plan, layers: Layers, layouts: Layouts)
     lists = _lists(job, plan)
     names = [[blocks.block_name(index) for index in range(len(blocks.modules))] for blocks in lists]
     attention_modules = [module for module in job.base.modules() if is_attention(module)]
-    stage = job.grid.coordinate.pp
+    stage = job.mesh.coordinate.pp
 
     def is_own(block: str) -> bool:
         stages = [layout.stages for name, layout in layouts.items() if name.startswith(f"{block}.")]

@@ -57,7 +57,7 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     layers = layers_of(job.base)
     plan = _plan_of(job, layers)
     needed = counts(plan, layers)
-    check_counts(needed, job.grid.degrees.tp, job.choice.world_size)
+    check_counts(needed, job.mesh.degrees.tp, job.choice.world_size)
     for name, style in plan.items():
         if style.kind == "attention":
             check_attention(job.base.get_submodule(name), name)
@@ -72,8 +72,8 @@ def _lay_out(job: ModelBuild) -> None:
     """Make meta DTensors of what is split; set hooks on layers, attention, blocks and the root."""
     planned: SplitPlan = job.step_data["tp"]
     base = job.base
-    streams = Streams(job.grid, job.device, base)
-    between = Between(job.grid.submesh("tp"), streams)
+    streams = Streams(job.mesh, job.device, base)
+    between = Between(job.mesh.submesh("tp"), streams)
     ties = [names for names in _names(base) if len(names) > 1]
     frozen = [name for name, parameter in base.named_parameters() if not parameter.requires_grad]
     for name, style in planned.plan.items():
@@ -112,7 +112,7 @@ def _plan_of(job: ModelBuild, layers: Layers) -> Plan:
         if isinstance(user_plan, Mapping) and user_plan:
             prefix = "" if holder is base else PREFIX
             return read_plan({f"{prefix}{name}": word for name, word in user_plan.items()}, layers)
-    result = find_plan(layers, job.grid.degrees.tp)
+    result = find_plan(layers, job.mesh.degrees.tp)
     if not result.plan:
         raise OptionError(unknown(base))
     if result.headless:
@@ -140,7 +140,7 @@ def _refuse_computed(base: torch.nn.Module) -> None:
 
 def _owners(job: ModelBuild, plan: Plan, layers: Layers) -> dict[str, AttentionFit]:
     """What changes in modules that split heads; modules that are alike are tried out once."""
-    base, degree = job.base, job.grid.degrees.tp
+    base, degree = job.base, job.mesh.degrees.tp
     owners = {
         name: AttentionFit(divide_attributes(base.get_submodule(name), name, plan, (), degree))
         for name, style in plan.items()

@@ -113,7 +113,7 @@ class _Share:
 
 def _states(built: Built, subject: MetaModel, load: Workload) -> Memory:
     """Parameters, gradients and optimizer of the rank that holds most, by the layouts."""
-    choice, pp = built.job.choice, built.job.grid.degrees.pp
+    choice, pp = built.job.choice, built.job.mesh.degrees.pp
     # Of each stage the first rank holds most, as torch.chunk has it; of zero1 nobody knows which.
     ranks = [stage * (choice.world_size // pp) for stage in range(pp)]
     if "zero1" in steps_of(choice):
@@ -134,7 +134,7 @@ def _states(built: Built, subject: MetaModel, load: Workload) -> Memory:
 
 
 def _share(built: Built, rank: int) -> _Share:
-    degrees, tensors = built.job.grid.degrees, build.tensors_of(built.job.base)
+    degrees, tensors = built.job.mesh.degrees, build.tensors_of(built.job.base)
     owner_of = (
         owners(
             {name: built.layouts[name] for name in built.parameter_names},
@@ -173,7 +173,7 @@ def _flat(built: Built, shapes: Shapes) -> Shapes:
     for unit in (*fsdp.units_of(built.job), built.job.base):
         inside = [names[id(p)] for p in unit.parameters() if id(p) in names]
         sizes = {name: math.prod(shapes[name] or (0,)) for name in inside if name not in result}
-        part = -(-sum(sizes.values()) // built.job.grid.degrees.dp_shard)
+        part = -(-sum(sizes.values()) // built.job.mesh.degrees.dp_shard)
         for name, size in sizes.items():
             share = min(part, size)
             result[name], part = (share,), part - share
@@ -218,7 +218,7 @@ def _run(built: Built, subject: MetaModel, load: Workload, states: Memory) -> Me
 def _built(built: Built, fake: FakeTensorMode, counter: StorageCounter) -> torch.nn.Module:
     """The model under its strategy, of fake tensors; DDP's reducer is C++ and takes none."""
     tensors = build.tensors_of(built.job.base)
-    degrees = built.job.grid.degrees
+    degrees = built.job.mesh.degrees
     built.steps = tuple(
         step
         for name, step in zip(steps_of(built.job.choice), built.steps, strict=True)

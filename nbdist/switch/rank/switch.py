@@ -80,7 +80,7 @@ def switch(choice: Strategy) -> RankSwitchReport:
         # Loaders and optimizers that cannot follow refuse before anything changes.
         all_or_none(WHAT, lambda: registry.ask(before, choice))
         all_or_none(WHAT, live_models.refuse_alone)
-        registry.grid_for(choice)
+        registry.mesh_for(choice)
         report = RankSwitchReport(before, choice)
         if models:
             report = _move(report, models)
@@ -106,12 +106,12 @@ def refusal(choice: Strategy) -> str:
     models = registry.prepared()
     reason = next((row.fixed for row in [*rows, *rows_of(choice)] if row.fixed), "")
     coordinate = choice.degrees.coordinate(0 if choice.name == "single" else rank())
-    grid = ParallelMesh(choice.degrees, rank(), coordinate, None)
+    mesh = ParallelMesh(choice.degrees, rank(), coordinate, None)
     if models and reason:
         return _fixed(registry.current(), choice, reason)
     try:
         with same_random():
-            planned = {id(model): _plan_model(model, choice, grid) for model in models}
+            planned = {id(model): _plan_model(model, choice, mesh) for model in models}
             for optimizer in registry.bound_optimizers():
                 _check_optimizer(optimizer, choice, registry.names_in(optimizer), planned)
     except OptionError as error:
@@ -179,21 +179,21 @@ def _move(report: RankSwitchReport, prepared: list[Prepared]) -> RankSwitchRepor
 
 def _plan(choice: Strategy, models: Sequence[Prepared]) -> list[ModelMove]:
     """Plan every model. Collective, as one rank's refusal is everybody's."""
-    grid = registry.grid_for(choice)
+    mesh = registry.mesh_for(choice)
     planned: list[ModelMove] = []
 
     def work() -> None:
         for place, model in enumerate(models):
             _refuse_changed(model)
-            planned.append(ModelMove(model, place, _plan_model(model, choice, grid)))
+            planned.append(ModelMove(model, place, _plan_model(model, choice, mesh)))
 
     all_or_none(WHAT, work)
     return planned
 
 
-def _plan_model(model: Prepared, choice: Strategy, grid: ParallelMesh) -> build.Built:
+def _plan_model(model: Prepared, choice: Strategy, mesh: ParallelMesh) -> build.Built:
     old = model.built.job
-    job = ModelBuild(model.base, choice, grid, old.device, accelerator=old.accelerator)
+    job = ModelBuild(model.base, choice, mesh, old.device, accelerator=old.accelerator)
     with build.bare(model.built):
         return build.plan(job)
 
