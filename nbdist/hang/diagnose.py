@@ -193,8 +193,8 @@ def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[WaitFinding]:
         return
     by_place: dict[str, list[int]] = {}
     for rank in sorted(asleep):
-        look = scene.views[rank].look
-        at = place_text(look.place) if look is not None else ""
+        snapshot = scene.views[rank].snapshot
+        at = place_text(snapshot.place) if snapshot is not None else ""
         by_place.setdefault(f"inside torch{' at ' if at else ''}{at}", []).append(rank)
     clauses = [
         f"{ranks_phrase(ranks)} sleep{'' if len(ranks) > 1 else 's'} {at}"
@@ -206,10 +206,10 @@ def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[WaitFinding]:
 
 
 def _is_asleep(scene: WaitGraph, rank: int, until_s: float) -> bool:
-    look = scene.views[rank].look
-    if look is None or scene.states[rank] != "running" or rank in scene.waits:
+    snapshot = scene.views[rank].snapshot
+    if snapshot is None or scene.states[rank] != "running" or rank in scene.waits:
         return False
-    is_blind = look.is_in_torch and look.is_asleep and not look.newest
+    is_blind = snapshot.is_in_torch and snapshot.is_asleep and not snapshot.newest
     return is_blind and last_event_s(scene.views[rank].box) <= until_s
 
 

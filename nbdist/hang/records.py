@@ -161,7 +161,7 @@ class RankView:
             "absent" (idle, the cell was not sent to it) or "busy" (with an earlier cell).
         how: For "raised" the exception's class, for "ended" how ("signal SIGKILL").
         box: Its black box; None where it cannot be read.
-        look: Its newest answer; None where it was not asked.
+        snapshot: Its newest answer; None where it was not asked.
         looked_s: When it was asked for that answer; the host's monotonic clock.
     """
 
@@ -169,7 +169,7 @@ class RankView:
     state: str
     how: str = ""
     box: CallLog | None = None
-    look: ThreadSnapshot | None = None
+    snapshot: ThreadSnapshot | None = None
     looked_s: float = 0.0
 
 

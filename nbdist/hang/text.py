@@ -167,13 +167,13 @@ def state_of(box: CallLog | None, view: RankView) -> str:
     call = None if box is None or box.state != "running" else box.waiting
     if call is not None:
         return f"waiting in {call_text(act_of(call), with_source=False)}"
-    look = view.look
-    if view.state != "running" or look is None:
+    snapshot = view.snapshot
+    if view.state != "running" or snapshot is None:
         return ""
-    calls: list[FlightRecorderEntry] = [*look.device_calls] if look.is_held else []
-    calls += look.newest.values() if look.is_in_torch and look.is_asleep else ()
+    calls: list[FlightRecorderEntry] = [*snapshot.device_calls] if snapshot.is_held else []
+    calls += snapshot.newest.values() if snapshot.is_in_torch and snapshot.is_asleep else ()
     for pending in [call for call in calls if call.is_pending]:
-        return f"waiting in {call_text(act_inside(pending, look.place), with_source=False)}"
+        return f"waiting in {call_text(act_inside(pending, snapshot.place), with_source=False)}"
     return ""
 
 

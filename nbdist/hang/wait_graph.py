@@ -113,7 +113,7 @@ class WaitGraph:
         """
         for pending in self._pending(view.rank):
             call, group = pending.call, pending.call.group
-            act = act_inside(call, view.look.place if view.look else None)
+            act = act_inside(call, view.snapshot.place if view.snapshot else None)
             key = ("device" if pending.is_on_device else "inner", group, str(call.number))
             members, since_s = self._shown_members(group), last_event_s(view.box)
             return WaitText(view.rank, key, act, members, "", since_s, self._description(group))
@@ -125,10 +125,10 @@ class WaitGraph:
         A call on a GPU is over for Python once it is queued. It is waited in if the main thread
         is held while the GPU has calls of its group to do, and somebody's part is missing.
         """
-        look, box = self.views[rank].look, self.views[rank].box
-        if box is None or look is None or not look.is_held or box.run != self.run:
+        snapshot, box = self.views[rank].snapshot, self.views[rank].box
+        if box is None or snapshot is None or not snapshot.is_held or box.run != self.run:
             return None
-        groups = {call.group for call in look.device_calls if call.is_pending}
+        groups = {call.group for call in snapshot.device_calls if call.is_pending}
         queued = (
             call
             for call in box.calls
@@ -164,16 +164,16 @@ class WaitGraph:
     def _pending(self, rank: int) -> list[_PendingCall]:
         """Calls in a recorder in which somebody's part is missing."""
         view = self.views[rank]
-        look, box = view.look, view.box
-        if look is None:
+        snapshot, box = view.snapshot, view.box
+        if snapshot is None:
             return []
         others = [q for q in self.views if q != rank]
-        for call in look.device_calls if look.is_held else ():
+        for call in snapshot.device_calls if snapshot.is_held else ():
             entry = _PendingCall(call, is_on_device=True)
             is_due = call.is_pending and not call.is_transfer
             if is_due and any(self._lacks_part(q, entry) for q in others):
                 return [entry]  # the oldest: those behind it wait for it
-        if not (look.is_in_torch and look.is_asleep):
+        if not (snapshot.is_in_torch and snapshot.is_asleep):
             return []
         # Python has issued a call there and does not wait for it: this may be it.
         issued = {
@@ -183,7 +183,7 @@ class WaitGraph:
         }
         entries = [
             _PendingCall(replace(call, group=group), is_open=group in issued)
-            for group, call in look.newest.items()
+            for group, call in snapshot.newest.items()
             if call.is_pending
         ]
         entries = [e for e in entries if any(self._lacks_part(q, e) for q in others)]
@@ -201,12 +201,12 @@ class WaitGraph:
         self, q: int, pending: _PendingCall
     ) -> tuple[FlightRecorderEntry | None, FlightRecorderEntry | None]:
         """(q's newest call of the group in the recorder, its call of this number if there)."""
-        look, group = self.views[q].look, pending.call.group
-        if look is None:
+        snapshot, group = self.views[q].snapshot, pending.call.group
+        if snapshot is None:
             return None, None
-        calls = [look.newest[group]] if group in look.newest else []
+        calls = [snapshot.newest[group]] if group in snapshot.newest else []
         if pending.is_on_device:
-            calls = [c for c in look.device_calls if c.group == group and not c.is_transfer]
+            calls = [c for c in snapshot.device_calls if c.group == group and not c.is_transfer]
         same = (call for call in calls if call.number == pending.call.number)
         return (calls[-1] if calls else None), next(same, None)
 
@@ -230,11 +230,11 @@ class WaitGraph:
             yield from self._collective_needs(rank, call)
 
     def _inner_need(self, q: int, pending: _PendingCall) -> BlockingRank | None:
-        call, look = pending.call, self.views[q].look
+        call, snapshot = pending.call, self.views[q].snapshot
         newest, theirs = self._part_inside(q, pending)
         if newest is None or newest.number < call.number:
             # A recorder that knows other groups, but not this one, has seen no call in it.
-            is_read = look is not None and bool(look.newest or pending.is_on_device)
+            is_read = snapshot is not None and bool(snapshot.newest or pending.is_on_device)
             return self._missing(q, is_open=not (self.states[q] in OVER or is_read))
         if theirs is None:
             return None
@@ -377,10 +377,10 @@ class WaitGraph:
     def _missing(self, q: int, *, is_open: bool = False) -> BlockingRank:
         """Report that rank q has not come, and what it does instead."""
         state = self.states[q]
-        look = self.views[q].look
+        snapshot = self.views[q].snapshot
         is_done = q in self.waits or state in {"finished", "raised"}
-        if is_done and look is not None and look.free_threads:
-            return BlockingRank(q, "threaded", ", ".join(look.free_threads), is_open=True)
+        if is_done and snapshot is not None and snapshot.free_threads:
+            return BlockingRank(q, "threaded", ", ".join(snapshot.free_threads), is_open=True)
         if state == "running" and q in self.waits:
             return BlockingRank(q, "waiting", theirs=self.waits[q].act, is_open=is_open)
         if is_open and state == "ended":  # nothing comes any more, whether it had called it or not
@@ -393,7 +393,7 @@ class WaitGraph:
         self, q: int, kind: str, theirs: CallText | None = None, *, is_open: bool = False
     ) -> BlockingRank:
         view = self.views[q]
-        at = view.look.place if view.look is not None and kind == "running" else None
+        at = view.snapshot.place if view.snapshot is not None and kind == "running" else None
         return BlockingRank(q, kind, view.how, at, theirs, is_open=is_open)
 
     def _members(self, group: str) -> tuple[int, ...]:
@@ -404,11 +404,11 @@ class WaitGraph:
                 return tuple(rank for rank in ranks if rank in self.views)
         if group in {"", "0"}:  # torch's name of the world
             return tuple(self.views)
-        looks = {rank: view.look for rank, view in self.views.items()}
         return tuple(
             rank
-            for rank, look in looks.items()
-            if look and (group in look.newest or any(c.group == group for c in look.device_calls))
+            for rank, view in self.views.items()
+            if (snapshot := view.snapshot)
+            and group in {*snapshot.newest, *(call.group for call in snapshot.device_calls)}
         )
 
     def _description(self, group: str) -> str:
@@ -425,7 +425,7 @@ class WaitGraph:
         """Whether it is not the main thread that waits: that one may still end the cell."""
         view = self.views[rank]
         is_new = view.looked_s >= last_event_s(view.box)
-        return view.look is not None and is_new and view.look.is_free
+        return view.snapshot is not None and is_new and view.snapshot.is_free
 
     def _has_thread_in_call(self, rank: int) -> bool:
         """Whether it has ended the cell with a thread left in a call, after which it may go on."""

@@ -173,12 +173,12 @@ class Simulation:
             elif part.kind != "inner":
                 transfers[name, int(str(part.channel[1])), int(str(part.channel[2]))] += 1
         is_inner = rank.blocked is not None
-        look = ThreadSnapshot(SourceLine(1, "", 1), (), is_inner, is_inner, newest)
+        snapshot = ThreadSnapshot(SourceLine(1, "", 1), (), is_inner, is_inner, newest)
         memberships = {n: GroupRecord(n, m, groups[n]) for n, m in self.groups.items() if who in m}
         in_box = state if state in {"finished", "raised"} else "running"
         box = CallLog(who, who, 0, RUN, in_box, 0.0, memberships, transfers, (), ())
         box = with_calls(box, *calls)
-        return RankView(who, state, "x" * (state != "finished"), box, look)
+        return RankView(who, state, "x" * (state != "finished"), box, snapshot)
 
     def _call(self, who: int, part: Part, is_blocked: bool) -> Call:
         state = "waiting" if is_blocked else "done" if part.is_waited else "issued"

@@ -19,9 +19,9 @@ from tests.support.boxes import (
     at,
     box,
     call,
-    look,
     only_finding,
     reduce,
+    snapshot,
     view,
 )
 
@@ -50,7 +50,7 @@ IS_LATE = "rank 1 has not come to it yet (still running)"
         (view(1, "busy"), "rank 1 still runs an earlier cell", False),
         (view(1, "running"), IS_LATE, False),
         (
-            view(1, "running", look=look(at(9, "time.sleep(60)"), is_asleep=False)),
+            view(1, "running", snapshot=snapshot(at(9, "time.sleep(60)"), is_asleep=False)),
             "rank 1 has not come to it yet (still running: line 9 of cell [12]: time.sleep(60))",
             False,
         ),
@@ -359,7 +359,10 @@ def test_a_line_about_64_ranks_stays_readable() -> None:
         call("recv", f"f[3], src={p % 64}", peer=p % 64, state="waiting") for p in range(-1, 63)
     )
     ring = [view(r, "running", recv, world=64) for r, recv in enumerate(recvs)]
-    late = [view(r, "running", world=64, look=look(at(r), is_asleep=False)) for r in range(1, 64)]
+    late = [
+        view(r, "running", world=64, snapshot=snapshot(at(r), is_asleep=False))
+        for r in range(1, 64)
+    ]
 
     shapes = (reduce("waiting", detail=f"float32[{r}]") for r in range(64))
     unlike = [view(r, "running", shape, world=64) for r, shape in enumerate(shapes)]

@@ -80,13 +80,13 @@ def test_a_rank_that_made_no_call_is_told_with_the_line_in_which_it_was_seen(
     """What it answered last in its cell; of an earlier cell nothing."""
     channel = FakeChannel()
     health = health_of(channel, tmp_path)
-    health.ask_looks([0], 0.0)
+    health.ask([0], 0.0)
     place = SourceLine(cell=4, file="", line=3, source="step()")
     channel.asked[0].set_result(ThreadSnapshot(place, (), is_in_torch=False, is_asleep=False))
     health.views({0: ("running", "")})
     health.note_exit(0, -9, is_ours=False)
     seen = health.last_words_of(0)
-    health.forget_looks()  # another cell begins
+    health.forget_snapshots()  # another cell begins
     health.note_exit(0, -9, is_ours=False)
 
     assert seen == "last seen at line 3 of cell [4]: step()"
@@ -171,15 +171,15 @@ def test_many_ranks_are_asked_less_often(tmp_path: Path) -> None:
     health = health_of(channel, tmp_path)
     for world, pause_s in ((1, LOOK_PAUSE_S), (64, 2.0)):
         health._ranks.topology.ranks = (SimpleNamespace(rank=0, engine_id=0),) * world
-        health.forget_looks()
+        health.forget_snapshots()
         asked_s = 100.0
-        health.ask_looks([0], asked_s)
+        health.ask([0], asked_s)
         channel.asked[-1].set_result(ThreadSnapshot(None, (), False, False))
         health.views({0: ("running", "")})
         n_asked = len(channel.asked)
-        health.ask_looks([0], asked_s + pause_s - 0.1)
+        health.ask([0], asked_s + pause_s - 0.1)
         assert len(channel.asked) == n_asked
-        health.ask_looks([0], asked_s + pause_s - 0.1, newer_than_s=asked_s + 0.1)
+        health.ask([0], asked_s + pause_s - 0.1, newer_than_s=asked_s + 0.1)
         assert len(channel.asked) == n_asked + 1, "what is about to be told needs a new answer"
 
 

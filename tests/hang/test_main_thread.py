@@ -52,17 +52,19 @@ class Ranks:
         for end in ends:
             end()
 
-    def look(self, rank: int) -> ThreadSnapshot:
-        look = health.look(self.channel.ask, rank).result(DEADLINE_S)
-        assert isinstance(look, ThreadSnapshot)
-        return look
+    def snapshot(self, rank: int) -> ThreadSnapshot:
+        snapshot = health.take_snapshot(self.channel.ask, rank).result(DEADLINE_S)
+        assert isinstance(snapshot, ThreadSnapshot)
+        return snapshot
 
-    def look_when(self, rank: int, is_right: Callable[[ThreadSnapshot], bool]) -> ThreadSnapshot:
+    def snapshot_when(
+        self, rank: int, is_right: Callable[[ThreadSnapshot], bool]
+    ) -> ThreadSnapshot:
         """The first look for which the condition holds."""
         snapshots: list[ThreadSnapshot] = []
 
         def is_there() -> bool:
-            snapshots.append(self.look(rank))
+            snapshots.append(self.snapshot(rank))
             return is_right(snapshots[-1])
 
         assert until(is_there), snapshots[-1]
@@ -79,15 +81,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 def waits_beyond(number: int) -> Callable[[ThreadSnapshot], bool]:
     """Whether a rank waits in torch, and more calls are noted (torch does so a moment later)."""
-    return lambda look: look.is_in_torch and look.is_asleep and number_of(look) > number
+    return lambda snapshot: (
+        snapshot.is_in_torch and snapshot.is_asleep and number_of(snapshot) > number
+    )
 
 
-def number_of(look: ThreadSnapshot) -> int:
-    return look.newest[WORLD].number if WORLD in look.newest else 0
+def number_of(snapshot: ThreadSnapshot) -> int:
+    return snapshot.newest[WORLD].number if WORLD in snapshot.newest else 0
 
 
-def line_of(look: ThreadSnapshot) -> int:
-    return look.place.line if look.place else 0
+def line_of(snapshot: ThreadSnapshot) -> int:
+    return snapshot.place.line if snapshot.place else 0
 
 
 class Wait(NamedTuple):
@@ -136,20 +140,22 @@ def test_a_wait_is_told_with_its_line_and_its_call(ranks: Ranks, name: str) -> N
     """Place, stack and the call by its name and shape, one ahead of the idle peer's."""
     wait = WAITS[name]
     ranks.both(wait.before)
-    before = number_of(ranks.look(1))
+    before = number_of(ranks.snapshot(1))
     end = ranks.run(0, wait.code)
     cell = ranks.cell
-    look = ranks.look_when(0, waits_beyond(before))
-    other = ranks.look_when(1, lambda look: look.stack == ())  # it may still import meanwhile
+    snapshot = ranks.snapshot_when(0, waits_beyond(before))
+    other = ranks.snapshot_when(
+        1, lambda snapshot: snapshot.stack == ()
+    )  # it may still import meanwhile
     ranks.run(1, wait.other or wait.source)()
     end()
 
     *_, last = lines = wait.code.splitlines()
-    assert look.place == SourceLine(cell, "", wait.line, wait.source)
-    assert look.stack[0] == f"cell [{cell}], line {len(lines)}: {last}"
-    assert wait.innermost in look.stack[-1]
+    assert snapshot.place == SourceLine(cell, "", wait.line, wait.source)
+    assert snapshot.stack[0] == f"cell [{cell}], line {len(lines)}: {last}"
+    assert wait.innermost in snapshot.stack[-1]
     call = FlightRecorderEntry(wait.op, wait.detail, before + 1, is_pending=True)
-    assert look.newest[WORLD] == dataclasses.replace(call, group=WORLD)
+    assert snapshot.newest[WORLD] == dataclasses.replace(call, group=WORLD)
     assert (other.place, number_of(other)) == (None, before)
 
 
@@ -176,13 +182,15 @@ def test_another_sleep_is_no_wait_in_torch(
     """It is told with its line."""
     gate = tmp_path / "gate"
     end = ranks.run(0, code.format(str(gate)))
-    look = ranks.look_when(0, lambda look: look.is_asleep and line_of(look) == line)
+    snapshot = ranks.snapshot_when(
+        0, lambda snapshot: snapshot.is_asleep and line_of(snapshot) == line
+    )
     gate.touch()
     end()
 
     source = code.splitlines()[line - 1].strip()
-    assert look.place == SourceLine(ranks.cell, "", line, source)
-    assert not look.is_in_torch
+    assert snapshot.place == SourceLine(ranks.cell, "", line, source)
+    assert not snapshot.is_in_torch
 
 
 def test_computing_is_not_asleep(ranks: Ranks, tmp_path: Path) -> None:
@@ -193,8 +201,8 @@ def test_computing_is_not_asleep(ranks: Ranks, tmp_path: Path) -> None:
         "import os\na = torch.ones(300, 300)\n"
         f"while not os.path.exists({str(gate)!r}):\n    b = a @ a",
     )
-    ranks.look_when(0, lambda look: line_of(look) > 2)
-    snapshots = [ranks.look(0) for _ in range(20)]
+    ranks.snapshot_when(0, lambda snapshot: line_of(snapshot) > 2)
+    snapshots = [ranks.snapshot(0) for _ in range(20)]
     gate.touch()
     end()
 
@@ -214,12 +222,14 @@ def test_a_module_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport users_module\n"
         f"users_module.wait({str(gate)!r})",
     )
-    look = ranks.look_when(0, lambda look: look.is_asleep and look.place is not None)
+    snapshot = ranks.snapshot_when(
+        0, lambda snapshot: snapshot.is_asleep and snapshot.place is not None
+    )
     gate.touch()
     end()
 
-    assert look.place == SourceLine(None, "users_module.py", 4, "time.sleep(0.2)")
-    assert look.stack[0].startswith(f"cell [{ranks.cell}], line 3")
+    assert snapshot.place == SourceLine(None, "users_module.py", 4, "time.sleep(0.2)")
+    assert snapshot.stack[0].startswith(f"cell [{ranks.cell}], line 3")
 
 
 # New backends inside the same ProcessGroup, as a recovery makes them; one process.

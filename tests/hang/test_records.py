@@ -9,7 +9,7 @@ import pytest
 from nbdist.hang.diagnose import counts_differ, last_words, mismatches, unmatched
 from nbdist.hang.records import Call, CallLog, RankView, UnmatchedCall
 from nbdist.hang.text import last_call, place_text, state_of
-from tests.support.boxes import REDUCE, RUN, WORLD, at, box, call, inner, look, reduce, view
+from tests.support.boxes import REDUCE, RUN, WORLD, at, box, call, inner, reduce, snapshot, view
 
 PAIR = {WORLD: (0, 1)}
 PLACE = at(3, "loss.backward()")
@@ -134,7 +134,7 @@ def test_the_last_call_of_a_dead_rank() -> None:
 def test_the_state_of_a_rank_that_waits() -> None:
     """In a call from Python or from C++; nothing when it does not wait."""
     waiting, idle = view(0, "running", reduce("waiting")), view(0, "running", reduce())
-    inside = view(0, "running", look=look(PLACE, g0=inner("all_reduce", "float32[20]", 4)))
+    inside = view(0, "running", snapshot=snapshot(PLACE, g0=inner("all_reduce", "float32[20]", 4)))
 
     assert state_of(waiting.box, waiting) == (
         "waiting in all_reduce(float32[3]) at line 7 of cell [12]"

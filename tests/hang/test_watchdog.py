@@ -38,28 +38,30 @@ class FakeHealth:
         self.asked: list[int] = []
         self.stopped: set[int] = set()
         self.answers: dict[int, ThreadSnapshot] = {}
-        self.looks: dict[int, tuple[ThreadSnapshot, float]] = {}
+        self.snapshots: dict[int, tuple[ThreadSnapshot, float]] = {}
         self.is_deaf = False
 
-    def forget_looks(self) -> None:
+    def forget_snapshots(self) -> None:
         """Keep the look: these tests set it."""
 
-    def forget_look(self, _rank: int) -> None:
+    def forget_snapshot(self, _rank: int) -> None:
         """Keep the look: these tests set it."""
 
-    def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
+    def ask(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
         """Note who was asked; the answer is there at the next look, and kept for half a second."""
         for rank in ranks:
             self.asked.append(rank)
-            _, looked_s = self.looks.get(rank, (None, 0.0))
+            _, looked_s = self.snapshots.get(rank, (None, 0.0))
             if not self.is_deaf and not newer_than_s <= looked_s > now_s - LOOK_PAUSE_S:
                 idle = ThreadSnapshot(None, (), False, False)
-                self.looks[rank] = self.answers.get(rank, idle), now_s
+                self.snapshots[rank] = self.answers.get(rank, idle), now_s
 
     def views(self, states: dict[int, tuple[str, str]]) -> list[RankView]:
         """As Health does, without processes."""
         now = states | dict.fromkeys(self.stopped, ("stopped", ""))
-        return [RankView(r, *now[r], box, *self.looks.get(r, ())) for r, box in self.boxes.items()]
+        return [
+            RankView(r, *now[r], box, *self.snapshots.get(r, ())) for r, box in self.boxes.items()
+        ]
 
 
 class Watch:

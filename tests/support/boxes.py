@@ -89,17 +89,17 @@ def view(
     world: int = 2,
     groups: Mapping[str, tuple[int, ...]] | None = None,
     how: str = "",
-    look: ThreadSnapshot | None = None,
+    snapshot: ThreadSnapshot | None = None,
 ) -> RankView:
     """A rank in a world of so many, with further groups."""
     every = {WORLD: tuple(range(world)), **(groups or {})}
     in_box = state if state in {"finished", "raised"} else "running"
     run = RUN if state not in {"absent", "busy"} else RUN - 1
     rank_box = box(rank, *calls, groups=every, state=in_box, run=run)
-    return RankView(rank, state, how, rank_box, look)
+    return RankView(rank, state, how, rank_box, snapshot)
 
 
-def look(
+def snapshot(
     place: SourceLine | None = None, *, is_asleep: bool = True, **newest: FlightRecorderEntry
 ) -> ThreadSnapshot:
     """A rank that sleeps in torch, or computes; the flight recorder's calls by group."""

@@ -32,7 +32,7 @@ MOST_LOOKS = 32.0  # in a second
 # What ends a process whose memory was written over: which one depends on what lay there.
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 
-look: RankFunction[[], ThreadSnapshot] = RankFunction("look")
+take_snapshot: RankFunction[[], ThreadSnapshot] = RankFunction("look")
 abort: RankFunction[[int], int] = RankFunction("abort")
 snapshot: RankFunction[[], tuple[float, bytes | None]] = RankFunction("snapshot")
 recover: RankFunction[[int, tuple[int, ...]], RecoveryResult] = RankFunction(
@@ -41,7 +41,7 @@ recover: RankFunction[[int, tuple[int, ...]], RecoveryResult] = RankFunction(
 
 
 class Health:
-    """Black boxes, process states and looks of all ranks; abort and recovery of their groups.
+    """Call logs, states and thread snapshots of all ranks; abort and recovery of their groups.
 
     Attributes:
         generation: How often the groups have been made anew.
@@ -53,10 +53,10 @@ class Health:
         self.needs_recovery = False
         self._ranks = ranks
         self._boxes = BoxFiles(ranks.cluster.run_dir / "boxes")
-        self._looks: dict[int, ThreadSnapshot] = {}
+        self._snapshots: dict[int, ThreadSnapshot] = {}
         self._asked: dict[int, tuple[Future[Any], float]] = {}
         self._looked_s: dict[int, float] = {}
-        self._snapshots: dict[int, tuple[threading.Event, float]] = {}  # (answered, asked_s)
+        self._log_requests: dict[int, tuple[threading.Event, float]] = {}  # (answered, asked_s)
         self._remote: dict[int, CallLog] = {}
         self._ahead_s: dict[int, float] = {}  # our clock, of those of other hosts' ranks
         self._arrived: dict[int, tuple[float, tuple[float, bytes | None]]] = {}
@@ -89,7 +89,7 @@ class Health:
         """Have a new answer of every rank on another host, or of those that give one by then."""
         self.boxes()  # which asks
         end_s = time.monotonic() + wait_s
-        for answered, _ in list(self._snapshots.values()):
+        for answered, _ in list(self._log_requests.values()):
             answered.wait(max(0.0, end_s - time.monotonic()))
 
     def boxes(self) -> dict[int, CallLog]:
@@ -121,8 +121,8 @@ class Health:
         last_words = diagnose.last_words(
             list(self.boxes().values()), rank, is_crash=code in _CRASHES
         )
-        look = self._looks.get(rank)
-        seen = place_text(look.place) if look is not None else ""
+        snapshot = self._snapshots.get(rank)
+        seen = place_text(snapshot.place) if snapshot is not None else ""
         self._last_words[rank] = last_words or (f"last seen at {seen}" if seen else "")
 
     def end_of(self, rank: int) -> str:
@@ -140,7 +140,7 @@ class Health:
         ranks = {place.engine_id: place.rank for place in self._ranks.topology.ranks}
         return {ranks[engine]: pid for engine, pid in pids.items() if engine in ranks}
 
-    def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
+    def ask(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
         """Ask ranks what they are doing, those that have been asked and are late aside.
 
         An answer to a question older than `newer_than_s` will not do, however new it is.
@@ -152,24 +152,24 @@ class Health:
                 continue
             looked_s = self._looked_s.get(rank, 0.0)
             is_new = newer_than_s <= looked_s and now_s < looked_s + pause_s
-            if rank in self._looks and is_new:
+            if rank in self._snapshots and is_new:
                 continue
-            future = self._ranks.ask(look, rank)
+            future = self._ranks.ask(take_snapshot, rank)
             if future is not None:
                 self._asked[rank] = (future, now_s)
 
-    def newest_look(self, rank: int) -> tuple[ThreadSnapshot | None, float]:
+    def newest_snapshot(self, rank: int) -> tuple[ThreadSnapshot | None, float]:
         """(the rank's newest answer that was taken in, when it was asked for). From any thread."""
-        return self._looks.get(rank), self._looked_s.get(rank, 0.0)
+        return self._snapshots.get(rank), self._looked_s.get(rank, 0.0)
 
-    def forget_look(self, rank: int) -> None:
+    def forget_snapshot(self, rank: int) -> None:
         """Drop a rank's answer, and the one that it may be about to give."""
-        self._looks.pop(rank, None)
+        self._snapshots.pop(rank, None)
         self._asked.pop(rank, None)
 
-    def forget_looks(self) -> None:
+    def forget_snapshots(self) -> None:
         """Drop the answers: they are about an earlier cell."""
-        self._looks.clear()
+        self._snapshots.clear()
         self._asked.clear()
 
     @property
@@ -230,9 +230,9 @@ class Health:
                 del self._asked[rank]
                 self._looked_s[rank] = asked_s
                 if future.exception() is None:
-                    self._looks[rank] = future.result()
+                    self._snapshots[rank] = future.result()
                 else:  # an older answer would be about something else
-                    self._looks.pop(rank, None)
+                    self._snapshots.pop(rank, None)
         stopped = self.stopped()
         return [self._view(rank, *states[rank], stopped) for rank in self._ranks.ranks]
 
@@ -254,8 +254,8 @@ class Health:
         elif state in {"running", "busy"} and rank in stopped:
             state = "stopped"
         # The box after the answer: what has happened meanwhile is in it.
-        look, looked_s = self._looks.get(rank), self._looked_s.get(rank, 0.0)
-        return RankView(rank, state, how, self.box(rank), look, looked_s)
+        snapshot, looked_s = self._snapshots.get(rank), self._looked_s.get(rank, 0.0)
+        return RankView(rank, state, how, self.box(rank), snapshot, looked_s)
 
     def _remote_box(self, rank: int) -> CallLog | None:
         """What the rank has answered last; asks again."""
@@ -274,11 +274,11 @@ class Health:
             answered.set()
 
         now_s = time.monotonic()
-        newest = self._snapshots.get(rank)
+        newest = self._log_requests.get(rank)
         if newest is None or newest[0].is_set() or now_s >= newest[1] + ANSWER_S:
             sent = self._ranks.ask(snapshot, rank)
             if sent is not None:
-                self._snapshots[rank] = (answered, now_s)
+                self._log_requests[rank] = (answered, now_s)
                 sent.add_done_callback(note_arrival)
         return self._remote.get(rank)
 

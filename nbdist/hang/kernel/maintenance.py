@@ -81,7 +81,7 @@ class Maintenance:
             unheard = ranks.cluster.unheard.intersection(ranks.busy_ranks)
             if not unheard:
                 return
-            health.ask_looks(unheard, time.monotonic())
+            health.ask(unheard, time.monotonic())
             time.sleep(LOOK_PAUSE_S)
             findings = diagnose.diagnose(list(health.views_now().values()), time.monotonic())
             texts = {finding.text for finding in findings if finding.is_certain}

@@ -50,7 +50,7 @@ class Watchdog:
         self._late_s = math.inf
         self._late_again_s = 0.0
         self._states: dict[int, str] = {}
-        health.forget_looks()
+        health.forget_snapshots()
 
     @property
     def deadlock(self) -> WaitFinding | None:
@@ -77,9 +77,9 @@ class Watchdog:
     def places(self) -> dict[int, str]:
         """Where in the user's code ranks are, as far as they have answered."""
         return {
-            view.rank: text.place_text(view.look.place)
+            view.rank: text.place_text(view.snapshot.place)
             for view in self._views
-            if view.look is not None and view.look.place is not None
+            if view.snapshot is not None and view.snapshot.place is not None
         }
 
     @property
@@ -104,7 +104,7 @@ class Watchdog:
         for rank, (state, _) in cell_states.items():
             # Of a rank that has ended its cell, only what it answers afterwards counts.
             if state != self._states.get(rank) and state != "running":
-                self._health.forget_look(rank)
+                self._health.forget_snapshot(rank)
             self._states[rank] = state
         self._views = self._health.views(cell_states)
         findings = diagnose.diagnose(self._views, now_s, AFTER_S)
@@ -113,7 +113,7 @@ class Watchdog:
             asked = [view.rank for view in self._views if view.state != "ended"]
             firm = [self._findings[finding.waiting][1] for finding in findings if _is_firm(finding)]
             urgent = [now_s - LOOK_PAUSE_S] if is_urgent else []
-            self._health.ask_looks(asked, now_s, newer_than_s=max([*firm, *urgent], default=0.0))
+            self._health.ask(asked, now_s, newer_than_s=max([*firm, *urgent], default=0.0))
         # Only what has been seen twice: a rank that begins to wait a moment later is in it.
         steady = [
             finding
@@ -157,7 +157,7 @@ class Watchdog:
             # Else every recorder counts, also for what it lacks.
             ranks = {*finding.waiting, *finding.blamed}
         needed = [v for v in self._views if v.rank in ranks and v.state != "ended"]
-        return since_s < now_s and all(v.look and v.looked_s >= since_s for v in needed)
+        return since_s < now_s and all(v.snapshot and v.looked_s >= since_s for v in needed)
 
     def _report(self, steady: Sequence[WaitFinding], now_s: float) -> list[str]:
         lines = []

@@ -32,9 +32,9 @@ class ActivityReader:
         """
         ranks, health = self._ranks, self._health
         box = self._files.read(rank) if is_here else health.box(rank)
-        look, looked_s = health.newest_look(rank)
+        snapshot, looked_s = health.newest_snapshot(rank)
         is_new = looked_s >= wait_graph.last_event_s(box) and now_s < looked_s + LOOK_S
-        view = RankView(rank, "running", "", box, look if is_new else None, looked_s)
+        view = RankView(rank, "running", "", box, snapshot if is_new else None, looked_s)
         state, text = status.situation(ranks, health, rank, view, stopped)
         if state == "dead" and is_here and not ranks.end_of(rank):
             # As while a controller that has ended is replaced.
