@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -34,7 +34,7 @@ _FILES = {"accelerate": "accelerate.yaml", "deepspeed": "ds_config.json"}
 def make_plan(model: Any, request: PlanRequest, given: Mapping[str, object]) -> PlanView:
     """Plan for a model, on the ranks that run where nothing else was typed.
 
-    Args, Raises: See planner.kernel.request.make_plan.
+    planner.kernel.request.make_plan has the arguments and errors.
     """
     running = None
     if NOTEBOOK.is_running:
@@ -78,10 +78,12 @@ def dist_plan(values: Namespace) -> View:
         return check_step(model, request, tell)
 
 
-def check_step(name: str, request: PlanRequest, tell: Any = lambda _text: None) -> View:
+def check_step(
+    name: str, request: PlanRequest, tell: Callable[[str], None] = lambda _text: None
+) -> View:
     """Predict a step's memory under the strategy that counts, and measure it on the ranks.
 
-    Args, Raises: See planner.kernel.request.check_step.
+    planner.kernel.request.check_step has the arguments and errors.
     """
     session = NOTEBOOK.session
     step = requests.check_step(name, request, session, session.strategy.current(), tell)
@@ -90,16 +92,8 @@ def check_step(name: str, request: PlanRequest, tell: Any = lambda _text: None) 
 
 def _check_alone(request: PlanRequest, given: Mapping[str, object]) -> None:
     """Refuse what says under which strategy, on what, or counted by what: it runs as it is."""
-    measured = (
-        "inputs",
-        "batch",
-        "sequence",
-        "imbalance",
-        "is_check",
-        "is_fp32",
-        "checkpoints_all",
-    )
-    names = [row.name for row in fields(PlanRequest) if row.name not in measured]
+    of_step = {"inputs", "is_check", "is_fp32", "checkpoints_all"}
+    names = [row.name for row in fields(PlanRequest) if row.name not in of_step and not row.default]
     typed = {**given, **{name: getattr(request, name) for name in names}}
     for name, value in typed.items():
         if value not in (None, False):

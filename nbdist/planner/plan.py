@@ -109,7 +109,7 @@ class PlanRow:
         samples: That all ranks train on in it.
         time: Estimated; None where the device's speed is not known.
         batch: Samples that a data-parallel rank computes at once.
-        safe_share: Of the device's memory, below which it is safe.
+        verdict: SAFE, RISKY, NO or UNKNOWN; empty where it was not counted.
     """
 
     typed: str
@@ -123,15 +123,7 @@ class PlanRow:
     samples: int = 0
     time: Time | None = None
     batch: int = 0
-    safe_share: float = SAFE_SHARE
-
-    @property
-    def verdict(self) -> str:
-        """SAFE, RISKY, NO or UNKNOWN; empty where it was not counted."""
-        if self.memory is None:
-            return ""
-        by_share = verdict(max(self.share, self.host_share), self.safe_share)
-        return UNKNOWN if self.memory.is_partial and by_share != NO else by_share
+    verdict: str = ""
 
     @property
     def mesh(self) -> str:
@@ -266,6 +258,7 @@ def row_of(space: SearchSpace, candidate: Candidate, typed: str) -> PlanRow:
     measured = space.measured
     if measured is not None and measured.world_size != space.world_size:
         measured = None
+    is_open = candidate.memory.is_partial and candidate.verdict != NO
     return PlanRow(
         typed=typed,
         choice=choice,
@@ -281,7 +274,7 @@ def row_of(space: SearchSpace, candidate: Candidate, typed: str) -> PlanRow:
         samples=samples(choice, load),
         time=time_of(model, choice, load, space.device, measured) if model.has_shape else None,
         batch=load.batch,
-        safe_share=space.device.safe_share,
+        verdict=UNKNOWN if is_open else candidate.verdict,
     )
 
 

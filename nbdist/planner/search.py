@@ -318,10 +318,9 @@ def _smallest(counted: Iterable[Candidate]) -> list[Candidate]:
     """Return for each mesh the candidate that needs least memory."""
     least: dict[object, Candidate] = {}
     for candidate in counted:
-        if candidate.share < least.get(candidate.mesh, candidate).share or (
-            candidate.mesh not in least
-        ):
-            least[candidate.mesh] = candidate
+        mesh = candidate.mesh
+        if mesh not in least or candidate.share < least[mesh].share:
+            least[mesh] = candidate
     return list(least.values())
 
 
@@ -341,13 +340,10 @@ def advised(result: Search) -> Advice:
     """The row to choose, by the rules of every plan, and why; else what would make room."""
     row, sentences = choose_row(result, lambda: _room(result))
     least = result.nearest
-    is_moved = row is not None and row.choice is not None and bool(row.choice.options.offload)
-    if is_moved and least is not None:
-        sentences.insert(
-            0,
-            f"Without offloading nothing is safe: the smallest, {least.typed}, needs "
-            f"{percent(least)} of the device. {_room(result)}",
-        )
+    if least is not None and row is not None and row.choice and row.choice.options.offload:
+        nearest = f"the smallest, {least.typed}, needs {percent(least)} of the device"
+        first = f"Without offloading nothing is safe: {nearest}. {_room(result)}"
+        sentences.insert(0, first)
     return Advice(row, tuple(sentences))
 
 

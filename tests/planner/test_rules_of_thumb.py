@@ -10,6 +10,7 @@ import pytest
 
 from nbdist.planner.advice import advise
 from nbdist.planner.devices import DEVICES, with_memory
+from nbdist.planner.memory import memory_of
 from nbdist.planner.models import model_of
 from nbdist.planner.plan import UNKNOWN, Plan, SearchSpace, plan
 from nbdist.planner.rules_of_thumb import RULES
@@ -148,12 +149,8 @@ def test_where_nothing_can_be_asked() -> None:
     result = planned("gpt2", 8, "h100", 2048)
     on_one_rank = plan(replace(result, world_size=1))
     typed = plan(replace(result, strategy="ddp"))
-    rows = tuple(
-        replace(row, memory=replace(row.memory, is_partial=True)) if row.memory else row
-        for row in result.rows
-    )
-    partial = replace(result, rows=rows)
+    partial = plan(replace(result, engine=lambda *case: replace(memory_of(*case), is_partial=True)))
 
-    assert rows[0].verdict == UNKNOWN
+    assert partial.rows[0].verdict == UNKNOWN
     assert [advise(each).rules for each in (on_one_rank, typed, partial)] == [(), (), ()]
     assert "Rules of thumb" not in shown_plan(on_one_rank, advise(on_one_rank)).text
