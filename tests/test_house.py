@@ -115,6 +115,8 @@ PALE = {"place": 822, "what": 408, "typed": 220, "here": 184, "others": 177, "wa
         "rest": 131, "seen": 101}  # fmt: skip
 # First lines of docstrings that begin in the middle of a sentence. Their count may only fall.
 FRAGMENTS, IN_THE_MIDDLE = 0, {"Of", "As", "Its", "For", "Those", "That", "These", "This"}
+# Sentences of README.md and docs/ with more words than a reader follows. Their count may only fall.
+LONG_SENTENCES, MOST_WORDS = 28, 40
 # What a local is not called: the word says nothing of what it holds.
 VAGUE = {"found", "kept", "known", "one", "own", "told"}
 # Where an engine process begins: it hands itself over to ipyparallel.
@@ -524,6 +526,27 @@ def test_lines_and_pale_words_grow_by_hand_alone() -> None:
     assert {name: n for name, n in lines.items() if n > LINES[name]} == {}
     assert {word: pale[word] for word, most in PALE.items() if pale[word] > most} == {}
     assert fragments <= FRAGMENTS
+
+
+def sentences(page: str) -> Iterator[str]:
+    """The sentences of a page's text: not those of its tables, headings and blocks of code."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not re.match(r"    |\s*\||#|!\[", line)]
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", "\n".join(lines)):
+        yield from re.split(r"(?<=[\w`)\]%*\"][.!?:]) ", " ".join(paragraph.split()))
+
+
+def test_pages_get_no_more_long_sentences() -> None:
+    """A sentence of at most 40 words is read once."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    long = [
+        f"{page.name}: {sentence}"
+        for page in pages
+        for sentence in sentences(page.read_text(encoding="utf-8"))
+        if len(sentence.split()) > MOST_WORDS
+    ]
+
+    assert len(long) <= LONG_SENTENCES, "\n".join(long)
 
 
 def test_what_is_looked_for_is_where_the_page_says() -> None:
