@@ -55,7 +55,7 @@ _RECORDS_AT = _TEXT_AT + _TEXT_SPACE_BYTES
 _RECORDS_WORD = _RECORDS_AT // WORD_BYTES
 _RECORD_WORDS = _RECORD_BYTES // WORD_BYTES
 SIZE_BYTES = _RECORDS_AT + MAX_RECORDS * _RECORD_BYTES
-# One word of every channel, and of every record: what is read of all of them at once.
+# One word of every channel, and of every record: a reader takes these of all at once.
 _KINDS = slice(_HEADER_WORDS, _HEADER_WORDS + MAX_CHANNELS * _CHANNEL_WORDS, _CHANNEL_WORDS)
 _SEQUENCES = slice(_RECORDS_WORD, None, _RECORD_WORDS)
 _STATES = slice(_RECORDS_WORD + _STATE, None, _RECORD_WORDS)
@@ -159,7 +159,7 @@ class CallLogWriter:
                 number = words[at] = words[at] + 1
             sequence = self._sequence = self._sequence + 1
             generation = self.generation
-            # As in `wait`, and not by one function: every collective would pay for its call.
+            # The same lines as in `wait`: every collective would pay for calling a shared function.
             at = _RECORD_WORDS * (sequence % MAX_RECORDS) + _RECORDS_WORD
             words[at] = 0
             _pack_record(
@@ -219,7 +219,7 @@ class CallLogWriter:
             start = self._free_text
             self._free_text += len(text)
         if self._words[at + _KIND] != _UNUSED:
-            # What a dropped channel recorded is left out: it gets another name.
+            # Records of a dropped channel are left out: the channel gets another name.
             for slot in map(_record_at, range(MAX_RECORDS)):
                 if _RECORD.unpack_from(self.memory, (slot + 1) * WORD_BYTES)[5] == free:
                     self._words[slot] = 0
@@ -271,7 +271,7 @@ def consistent_copy(source: bytes | memoryview | mmap) -> bytes:
         torn = [] if first == last else [n for n in range(MAX_RECORDS) if before[n] != after[n]]
         if len(torn) <= MOST_TORN:
             break
-    # An end is written before the state that tells of it: the later end is whole.
+    # An end is written before the state that announces it: the later end is whole.
     copy[_SEQUENCES], copy[_STATES] = before, memoryview(states).cast("Q")
     for slot in torn:
         copy[_record_at(slot)] = 0
@@ -279,7 +279,7 @@ def consistent_copy(source: bytes | memoryview | mmap) -> bytes:
 
 
 def read(source: bytes | memoryview | mmap, ahead_s: float = 0.0) -> CallLog:
-    """What a rank's black box says at this moment.
+    """Return what a rank's black box says at this moment.
 
     Args:
         source: The box, or a copy of it.
@@ -317,7 +317,7 @@ def read(source: bytes | memoryview | mmap, ahead_s: float = 0.0) -> CallLog:
 def newest_run(source: bytes | memoryview | mmap) -> int:
     """The cell run of the call that was recorded last, without reading the others; 0 for none.
 
-    Of a box that is not written meanwhile.
+    The box must not be written meanwhile.
     """
     words = memoryview(source).cast("Q")
     newest = max(words[_SEQUENCES].tolist())

@@ -36,7 +36,7 @@ def diagnose(
     """Why ranks wait that have waited for at least `after_s`.
 
     A finding is certain when none of its ranks can ever move again, whatever the other ranks do.
-    Shorter waits are told only beside a longer one. The views are those of all ranks; a rank's
+    Shorter waits are reported only beside a longer one. The views are those of all ranks; a rank's
     state has to be older than its box, or as old. The clock is the host's monotonic one.
     """
     scene = WaitGraph(views)
@@ -122,8 +122,8 @@ def last_words(boxes: Sequence[CallLog], rank: int, *, is_crash: bool) -> str:
     """What a rank that has ended was doing in torch.distributed; empty if nothing in this cell.
 
     Gloo writes past a part of a call that gets more bytes than it has, and so SIGABRT or SIGSEGV
-    ends the process: then it is told who called it with what. At once, as a recovery counts all
-    calls anew. The boxes are those of all ranks, the ended one's too.
+    ends the process: then the text names who called it with what. Call it at once: a recovery
+    counts all calls anew. The boxes are those of all ranks, the ended one's too.
     """
     ended_box = next((box for box in boxes if box.rank == rank and box.state == "running"), None)
     if ended_box is None or not any(c.run == ended_box.run for c in ended_box.calls[-1:]):
@@ -150,8 +150,8 @@ def counts_differ(
 ) -> bool:
     """Whether members of a group have made different numbers of calls: it is out of step.
 
-    By the boxes of the living ranks, and rank -> its newest calls in the flight recorders by
-    backend and group.
+    It compares the boxes of the living ranks, and rank -> its newest calls in the flight
+    recorders by backend and group.
     """
     by_rank = {box.rank: box for box in boxes}
     members: dict[str, set[int]] = {}
@@ -186,7 +186,7 @@ def _newest_differ(
 
 
 def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[WaitFinding]:
-    """Ranks that sleep in torch, with nothing to tell where, while all others are done."""
+    """Ranks that sleep in torch, with no record of where, while all others are done."""
     asleep = [rank for rank in scene.views if _is_asleep(scene, rank, until_s)]
     others = sorted(set(scene.views) - set(asleep))
     if not asleep or not others or any(scene.states[rank] not in OVER for rank in others):

@@ -1,4 +1,4 @@
-"""What ranks do in torch.distributed, as records: calls, groups, black boxes, findings."""
+"""Records of what ranks do in torch.distributed: calls, groups, black boxes, findings."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Call:
         op: torch.distributed's name: "all_reduce", "send", "barrier", "new_group".
         detail: "float32[3]", "float32[3], src=0"; empty where there is nothing to say.
         group: torch's name of the process group.
-        number: Its position in its channel since the last recovery, from 1. A channel is
+        number: The call's position in its channel since the last recovery, from 1. A channel is
             the group for collectives, and (group, source, destination) for send and recv.
         peer: The other rank of a send or recv, by its global rank; None otherwise, and for a
             recv from any rank.
-        place: Where in the user's code.
+        place: The line of the user's code.
         run: The cell run in which it was made.
         began_s: The host's monotonic clock.
-        ended_s: The same; None while it has not ended.
+        ended_s: By the same clock; None while the call has not ended.
         state: "waiting" (inside the call, or inside wait() of an asynchronous one), "issued"
             (asynchronous, not waited for), "done" or "raised".
     """
@@ -63,7 +63,7 @@ class GroupRecord:
         name: torch's name; the same on every member.
         ranks: Global ranks, in order.
         calls: Collectives that this rank has made in it since the last recovery.
-        description: What it was called when it was made (`group_desc`), else torch's name.
+        description: The maker's name for it (`group_desc`), else torch's name.
     """
 
     name: str
@@ -84,7 +84,7 @@ class CallLog:
         transfers: (group, source, destination) -> sends and recvs of this rank so far; by
             global ranks.
         calls: The newest calls, oldest first.
-        waits: Those of them in which it is now, oldest first.
+        waits: The calls in which the rank is now, oldest first.
     """
 
     rank: int
@@ -100,7 +100,7 @@ class CallLog:
 
     @property
     def waiting(self) -> Call | None:
-        """The newest call in which the rank is inside now."""
+        """The newest call that the rank is inside now."""
         return self.waits[-1] if self.waits else None
 
 
@@ -125,7 +125,7 @@ class FlightRecorderEntry:
 
 @dataclass(frozen=True, slots=True)
 class ThreadSnapshot:
-    """What a rank answers while its main thread is busy or blocked.
+    """A rank's answer while its main thread is busy or blocked.
 
     Attributes:
         place: The innermost line of the user's code that the main thread is in.
@@ -159,10 +159,10 @@ class RankView:
     Attributes:
         state: "running", "finished", "raised", "ended" (its process), "stopped" (SIGSTOP),
             "absent" (idle, the cell was not sent to it) or "busy" (with an earlier cell).
-        how: For "raised" the exception's class, for "ended" how ("signal SIGKILL").
-        box: Its black box; None where it cannot be read.
-        snapshot: Its newest answer; None where it was not asked.
-        looked_s: When it was asked for that answer; the host's monotonic clock.
+        how: The exception's class if it raised, the way it ended if it did ("signal SIGKILL").
+        box: The rank's black box; None where it cannot be read.
+        snapshot: The rank's newest answer; None where it was not asked.
+        looked_s: When the rank was asked for that answer; the host's monotonic clock.
     """
 
     rank: int
@@ -178,9 +178,9 @@ class UnmatchedCall:
     """A call of a cell that not all members of its group have made.
 
     Attributes:
-        text: Who has made it and who has not, as a sentence.
+        text: A sentence that names the ranks that made it and those that did not.
         group: torch's name of the process group.
-        number: Of the call, within the group: the next one of a loop has the same text.
+        number: The call's number in the group: the next call of a loop has the same text.
     """
 
     text: str
@@ -194,11 +194,11 @@ class WaitFinding:
 
     Attributes:
         text: One line that a person understands.
-        is_certain: A deadlock: it cannot end by itself. Otherwise somebody is only late.
+        is_certain: A deadlock: it cannot end by itself. Otherwise a rank is only late.
         waiting: The ranks that wait.
         blamed: The ranks for which they wait.
         marks: Which calls they wait in, by number: the same line can be another call.
-        is_doomed: Not certain, as somebody is only late, but the call can never be made whole.
+        is_doomed: Not certain, as a rank is only late, but the call can never be made whole.
     """
 
     text: str

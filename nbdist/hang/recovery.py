@@ -1,4 +1,4 @@
-"""What a recovery did on each rank, and what a person has to know of it."""
+"""The result of a recovery on each rank, and the notes on it for a person."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_GROUPS = 4
 
 @dataclass(frozen=True, slots=True)
 class RecoveryResult:
-    """What `process_groups.recover` did on one rank.
+    """The result of `process_groups.recover` on one rank.
 
     Attributes:
         skipped: torch's name -> global ranks of the groups that stay broken, as a member is dead.
@@ -27,8 +27,8 @@ class RecoveryResult:
             that was cleared.
         checksums: Model -> checksum of its parameters, HALVES, checksum of its buffers;
             SHARDED for a model of which each rank holds a part.
-        closed: (global ranks, those of them that do not have it) of the groups that stay broken,
-            as this rank has them and another member does not.
+        closed: (global ranks, the ranks that lack it) of each group that stays broken because this
+            rank has it and another member does not.
     """
 
     skipped: Mapping[str, tuple[int, ...]]
@@ -44,13 +44,13 @@ class GroupSpec:
     Attributes:
         name: torch's name.
         ranks: Global ranks, in the group's order.
-        backend: As torch was asked for it: "gloo", "cpu:gloo,cuda:nccl".
-        timeout_s: Of its collectives.
-        description: The user's; torch says "undefined" where there is none.
+        backend: The backend that torch was asked for: "gloo", "cpu:gloo,cuda:nccl".
+        timeout_s: The limit of a collective in the group.
+        description: The user's description; torch says "undefined" where there is none.
         tag: torch's tag; empty mostly.
         count: torch's count of named groups once this one was made.
-        is_member: Whether this rank is in it.
-        is_open: Whether it still exists here; True where this rank is no member.
+        is_member: Whether this rank is in the group.
+        is_open: Whether the group still exists here; True where this rank is no member.
     """
 
     name: str
@@ -72,9 +72,9 @@ class MeshSpec:
         device_type: "cpu" or "cuda".
         shape: Ranks along each dimension.
         ranks: Global ranks, the last dimension's beside each other.
-        dim_names: Of its dimensions, if they have any.
+        dim_names: Names of the dimensions, if they have any.
         groups: torch's name of this rank's group of each dimension; empty on a rank outside.
-        root: The mesh that it is a part of; None for a whole one.
+        root: The mesh that this one is a part of; None for a whole mesh.
     """
 
     device_type: str
@@ -88,7 +88,7 @@ class MeshSpec:
 def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
     """All groups that the given ranks know of, each once, in an order that fits every list.
 
-    What a member says of a group wins over what others say: only members know whether it
+    A member's record of a group wins over the others': only members know whether the group
     still exists, and it does where all of them have it.
     """
     merged: list[GroupSpec] = []
@@ -110,9 +110,9 @@ def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
 def notes(
     results: Mapping[int, RecoveryResult], restart_verb: Callable[[Sequence[int]], str]
 ) -> tuple[str, ...]:
-    """What a person has to know after a recovery, one plain line each, most important last.
+    """Lines that a person has to read after a recovery, the most important last.
 
-    `restart_verb` says by which line ranks come back.
+    `restart_verb` is the line that brings ranks back.
     """
     groups = {
         tuple(sorted(ranks)) for result in results.values() for ranks in result.skipped.values()

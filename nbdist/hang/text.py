@@ -10,7 +10,7 @@ from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, RankView, So
 
 # A line of source longer than this is cut.
 SOURCE_CHARACTERS = 80
-# More different clauses than this are told with less detail, and what is left over in one.
+# More different clauses than this are written with less detail, and the rest as one clause.
 MANY_CLAUSES = 4
 
 # In these every rank has to give the same shape, kind of number, source and destination.
@@ -27,7 +27,7 @@ _ALIKE = frozenset(
         "scatter",
     }
 )
-# What is said of a rank whose part is missing: of one rank, and of several.
+# The text for a rank whose part is missing: for one rank, and for several.
 _MISSING = {
     "finished": ("finished without {calling}",) * 2,
     "raised": ("raised {how} before {it}",) * 2,
@@ -55,13 +55,13 @@ _MISSING = {
     "raised in": ("raised {how} in {theirs}",) * 2,
     "ended in": ("ended{how} in {theirs}",) * 2,
 }
-# What they called, where too many called too different things.
+# The text where too many ranks called too different things.
 _VAGUE = {"instead": "other collectives", "unlike": "other arguments"}
 
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """A call as far as it is told; issued by C++ somewhere inside its line, or at that line."""
+    """The reported part of a call; C++ issued it somewhere inside its line, or at that line."""
 
     op: str
     detail: str
@@ -70,7 +70,7 @@ class CallText:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What has to be equal in the parts of all ranks of one call."""
+        """The fields that have to be equal on all ranks of one call."""
         return self.op, self.detail if self.op in _ALIKE else ""
 
 
@@ -83,7 +83,7 @@ class WaitText:
         members: The ranks of a group that is not the world; else empty.
         partner: "a send to" or "a recv from" for a transfer: what the other rank owes this one.
         since_s: The host's monotonic clock; a C++ wait may have begun later.
-        group: What its group is called.
+        group: The name of the group.
     """
 
     rank: int
@@ -100,12 +100,12 @@ class BlockingRank:
     """A rank's part in a call for which another rank waits.
 
     Attributes:
-        kind: Why it is missing: a key of _MISSING.
-        how: Its exception, or how its process ended.
-        at: Where it is now.
-        theirs: What it called or waits in instead.
-        mine: What it should have called.
-        is_open: It may still come, whatever state the rank is in.
+        kind: Why the rank is missing: a key of _MISSING.
+        how: The rank's exception, or how its process ended.
+        at: Where the rank is now.
+        theirs: The call that it made or waits in instead.
+        mine: The call that it should have made.
+        is_open: The rank may still come, whatever state it is in.
     """
 
     rank: int
@@ -118,7 +118,7 @@ class BlockingRank:
 
 
 def act_of(call: Call) -> CallText:
-    """What is told of a call that Python recorded."""
+    """Describe a call that Python recorded."""
     return CallText(call.op, call.detail, call.place)
 
 
@@ -150,7 +150,7 @@ def call_text(act: CallText, *, with_source: bool = True, of: str = "") -> str:
 
 
 def last_call(box: CallLog) -> str:
-    """What a dead rank did last in torch.distributed; empty if it made no call."""
+    """A dead rank's last act in torch.distributed; empty if it made no call."""
     if not box.calls:
         return ""
     call = box.waiting or box.calls[-1]
@@ -178,7 +178,7 @@ def state_of(box: CallLog | None, view: RankView) -> str:
 
 
 def line(waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]]) -> str:
-    """Who waits where, and for what, in one line; told together, and by rank."""
+    """Write who waits where, and for what, in one line, grouped and by rank."""
     blocks: dict[frozenset[BlockingRank], list[WaitText]] = {}
     for main, causes in _with_causes(waits, needs):
         blocks.setdefault(causes, []).extend(main)
@@ -298,7 +298,7 @@ def _it(waits: Sequence[WaitText]) -> tuple[str, str]:
 
 
 def _fields(need: BlockingRank, near: SourceLine | None, *, is_short: bool) -> dict[str, str]:
-    """What the texts of _MISSING are filled with."""
+    """The values that fill the texts of _MISSING."""
     at = place_text(need.at)
     how = {"raised": need.how or "an error", "raised in": need.how or "an error"}
     how["threaded"] = need.how

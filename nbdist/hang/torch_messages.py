@@ -22,7 +22,7 @@ _OPS = {
     "ALLTOALL": "all_to_all",
     "ALLTOALL_BASE": "all_to_all_single",
 }
-# What the flight recorder calls them where that is not torch.distributed's name
+# The flight recorder's names where they are not torch.distributed's
 # (ProcessGroupNCCL.cpp; Gloo's names are). The last two: an all_gather of unequal sizes is
 # broadcasts, a reduce_scatter is reductions.
 _RECORDED = {
@@ -56,7 +56,7 @@ def python_name(recorded: str) -> str:
 def readable(message: str) -> str:
     """The message in one short sentence, or as it is if it is about something else.
 
-    Ranks come in order, whichever of them tells it: the same mismatch then reads the same.
+    Ranks come in order, whichever rank reports it: the same mismatch then reads the same.
     """
     calls = sorted((int(rank), *rest) for rank, *rest in _CALL.findall(message))
     if _SIGN not in message or len(calls) < 2:

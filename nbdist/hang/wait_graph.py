@@ -1,9 +1,9 @@
-"""What ranks that wait need from each other, from their black boxes and looks.
+"""Finds what waiting ranks need from each other, by their black boxes and looks.
 
 Every rank that waits needs the parts of other ranks in its call. A rank can be needed that will
-never come (it has finished), one that waits itself, and one that may still come. From the ranks
-that may still come one goes back: whoever needs such a rank, or needs somebody who does, can
-still move. Those who wait and are not reached can not.
+never come (it has finished), one that waits itself, and one that may still come. The search
+goes back from the ranks that may still come: a rank that needs such a rank, or needs one that
+does, can still move. Waiting ranks that are not reached can not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbdist.hang.text import BlockingRank, CallText, WaitText, act_inside, act_o
 OVER = frozenset({"finished", "raised", "ended", "absent"})
 # The reasons for which a call of other ranks can never be made whole.
 NEVER_COME = frozenset({"finished", "absent", "instead"})
-# What one of a transfer's two ranks needs from the other.
+# The part that one of a transfer's two ranks needs from the other.
 _PARTNERS = {True: "a recv from", False: "a send to"}
 
 
@@ -45,7 +45,7 @@ class WaitGraph:
 
     @cached_property
     def needs(self) -> dict[int, tuple[BlockingRank, ...]]:
-        """What waiting ranks wait for; those that lack nothing and can go on are left out."""
+        """Return what waiting ranks need; ranks that lack nothing and can go on are left out."""
         needs = {rank: tuple(self._needs(rank)) for rank in self.waits}
         return {r: lacks for r, lacks in needs.items() if lacks and all(self._others[r])}
 
@@ -54,7 +54,7 @@ class WaitGraph:
         return {rank: self._in_other_threads(rank) for rank in self.waits}
 
     def never_come(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Whose part in the calls of these ranks will be missing, whatever the others do."""
+        """Ranks whose part in these ranks' calls will be missing, whatever the others do."""
         missing = {
             need.rank
             for rank in ranks
@@ -87,7 +87,7 @@ class WaitGraph:
         return WaitText(view.rank, key, act_of(call), members, partner, call.began_s, group)
 
     def _call(self, rank: int) -> Call | None:
-        """The call from Python in which it, or its GPU, waits; another cell's box is no box."""
+        """The call from Python in which a rank, or its GPU, waits; another cell's box is no box."""
         box = self.views[rank].box
         if box is None or box.run != self.run or box.state != "running":
             return None
@@ -98,7 +98,7 @@ class WaitGraph:
         return call
 
     def _in_other_threads(self, rank: int) -> list[tuple[BlockingRank, ...]]:
-        """What further calls lack in which the rank is at the same time."""
+        """The parts lacking in further calls that the rank is in at the same time."""
         box = self.views[rank].box
         if box is None or self._call(rank) is None:
             return []
@@ -109,7 +109,7 @@ class WaitGraph:
         """A wait in a call that C++ issued, or for a call that a GPU has to do.
 
         Gloo's recorder never sees some calls end. So a pending one is waited in only if the main
-        thread sleeps and somebody's part is missing.
+        thread sleeps and a rank's part is missing.
         """
         for pending in self._pending(view.rank):
             call, group = pending.call, pending.call.group
@@ -123,7 +123,7 @@ class WaitGraph:
         """The oldest call from Python that the rank's GPU waits in, and the rank for the GPU.
 
         A call on a GPU is over for Python once it is queued. It is waited in if the main thread
-        is held while the GPU has calls of its group to do, and somebody's part is missing.
+        is held while the GPU has calls of its group to do, and a rank's part is missing.
         """
         snapshot, box = self.views[rank].snapshot, self.views[rank].box
         if box is None or snapshot is None or not snapshot.is_held or box.run != self.run:
@@ -137,7 +137,7 @@ class WaitGraph:
         return next((call for call in queued if call.number and self._is_lacking(rank, call)), None)
 
     def _is_lacking(self, rank: int, call: Call) -> bool:
-        """Whether a box shows that somebody has not come to this call, or came with another."""
+        """Whether a box shows that a rank has not come to this call, or came with another."""
         mine = self.views[rank].box
         if mine is None or is_transfer(call):
             return mine is not None and self._lacks_partner(mine, call)
@@ -162,7 +162,7 @@ class WaitGraph:
         return view.box.generation != mine.generation or count < call.number
 
     def _pending(self, rank: int) -> list[_PendingCall]:
-        """Calls in a recorder in which somebody's part is missing."""
+        """Calls in a recorder that lack a rank's part."""
         view = self.views[rank]
         snapshot, box = view.snapshot, view.box
         if snapshot is None:
@@ -218,7 +218,7 @@ class WaitGraph:
                     if q != rank and (need := self._inner_need(q, pending)):
                         yield replace(need, is_open=need.is_open or pending.is_open)
         else:
-            # Nobody waits for work that was issued: a GPU may do something else before it.
+            # No thread waits for issued work: a GPU may do something else before it.
             is_open = call.state == "issued"
             needs = self._call_needs(rank, call)
             yield from (replace(need, is_open=need.is_open or is_open) for need in needs)
@@ -254,7 +254,7 @@ class WaitGraph:
         if not needs and mine is not None:  # all have come: only an earlier mistake can explain it
             earlier = (self._earlier(q, mine, call, is_open=True) for q in others)
             needs = [need for need in earlier if need is not None]
-        # Who ended after it had issued the call may have done its part: no reason beside others.
+        # A rank that ended after issuing the call may have done its part: no reason beside others.
         firm = [need for need in needs if need.kind != "ended in" or not need.is_open]
         yield from firm or needs
 
@@ -412,7 +412,7 @@ class WaitGraph:
         )
 
     def _description(self, group: str) -> str:
-        """What a group is called by a rank whose box knows it."""
+        """The name of a group, from a rank whose box knows it."""
         boxes = (view.box for view in self.views.values() if view.box is not None)
         descriptions = (box.groups[group].description for box in boxes if group in box.groups)
         return next(filter(None, descriptions), group)
@@ -435,7 +435,7 @@ class WaitGraph:
     @cached_property
     def movable(self) -> set[int]:
         """Waiting ranks from which a chain of needs leads to a rank that may still come."""
-        # What would release a rank's other threads could release the rank.
+        # A call that releases a rank's other threads could release the rank.
         links = {r: [*self.needs[r], *(n for o in self._others[r] for n in o)] for r in self.needs}
         movable = {rank for rank in self.needs if self._is_at_work(rank)}
         over = {rank for rank, state in self.states.items() if state in OVER}

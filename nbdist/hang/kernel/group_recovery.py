@@ -30,12 +30,12 @@ checksums: RankFunction[[], dict[str, str]] = RankFunction(
 
 @dataclass(frozen=True, slots=True)
 class RecoveryOutcome:
-    """What became of the groups.
+    """The groups after a recovery was tried.
 
     Attributes:
-        is_recovered: They were made anew.
-        lines: What there is to say of it.
-        problem: Why they could not be; empty where they could, or did not have to be.
+        is_recovered: The groups were made anew.
+        lines: Lines that report the recovery.
+        problem: Why they could not be made anew; empty if they were, or did not have to be.
     """
 
     is_recovered: bool = False
@@ -90,7 +90,7 @@ class GroupRecovery:
         return max(0.0, min(self._end_s - now_s, pause_s))
 
     def give_up(self) -> None:
-        """End now: the next cell begins with what is still to be done."""
+        """End now: the next cell begins with the work that is left."""
         if self.outcome is None and self._stage == "compare":
             self.outcome = RecoveryOutcome()
         elif self.outcome is None:

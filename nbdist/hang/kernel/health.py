@@ -29,7 +29,7 @@ ANSWER_S = 1.0
 # question costs each side a millisecond or more of processor time.
 LOOK_PAUSE_S = 0.5
 MOST_LOOKS = 32.0  # in a second
-# What ends a process whose memory was written over: which one depends on what lay there.
+# Signals that end a process whose memory was written over: which one depends on what lay there.
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 
 take_snapshot: RankFunction[[], ThreadSnapshot] = RankFunction("look")
@@ -76,7 +76,7 @@ class Health:
         self._boxes.close()
 
     def has_ended(self, rank: int, run: int, since_s: float) -> bool:
-        """Whether the rank has ended a cell, by its black box, at least so long ago."""
+        """Whether the rank's black box says that it ended a cell at least `since_s` ago."""
         box = self.box(rank)
         return (
             box is not None
@@ -86,7 +86,7 @@ class Health:
         )
 
     def refresh(self, wait_s: float) -> None:
-        """Have a new answer of every rank on another host, or of those that give one by then."""
+        """Wait up to `wait_s` for a new answer of every rank on another host."""
         self.boxes()  # which asks
         end_s = time.monotonic() + wait_s
         for answered, _ in list(self._log_requests.values()):
@@ -101,7 +101,7 @@ class Health:
         return frozenset(rank for rank, pid in self.pids().items() if procfs.state(pid) == "T")
 
     def watch_processes(self) -> None:
-        """Read what will be needed to tell how a rank ended. Once its process is there."""
+        """Open each new process's records now: a later report of how it ended needs them."""
         for rank, pid in self.pids().items():
             watched = self._watched.get(rank)
             if watched is None or watched[0] != pid:
@@ -113,7 +113,7 @@ class Health:
         """Find out how a rank ended, at once: another process may take its place and its files."""
         remote = postmortem.Postmortem(self._ranks.cluster.run_dir, rank, None)
         pid, remains = self._watched.get(rank, (None, remote))
-        # Of a host that cannot be reached, or an end of all ranks at once, the exit tells itself.
+        # The exit itself names a host that cannot be reached, and an end of all ranks at once.
         end = self._ranks.exit_of(rank)
         is_told = end is not None and bool(end.unreachable or end.starter)
         is_known = (pid is not None or code is not None) and not is_told
@@ -131,7 +131,7 @@ class Health:
         return "" if end is None else self._causes.get(rank) or end.how
 
     def last_words_of(self, rank: int) -> str:
-        """What an ended rank did last in its cell: its call, else its line where that is known."""
+        """An ended rank's last act in its cell: its call, else its line where that is known."""
         return self._last_words.get(rank, "")
 
     def pids(self) -> dict[int, int]:
@@ -180,7 +180,7 @@ class Health:
     def abort(self) -> None:
         """Break off every collective of every rank; their groups are of no use afterwards.
 
-        Nobody waits for the answers: a rank that cannot answer is released by its peers' abort.
+        The kernel awaits no answers: a rank that cannot answer is released by its peers' abort.
         """
         self.needs_recovery = True
         self._ranks.ask_all(lambda ask, rank: abort(ask, rank, self.generation))
@@ -258,7 +258,7 @@ class Health:
         return RankView(rank, state, how, self.box(rank), snapshot, looked_s)
 
     def _remote_box(self, rank: int) -> CallLog | None:
-        """What the rank has answered last; asks again."""
+        """Return the rank's last answer, and ask again."""
         came_s, (their_now_s, content) = self._arrived.pop(rank, (0.0, (0.0, None)))
         if content is not None:
             self._ahead_s[rank] = came_s - their_now_s
@@ -268,7 +268,7 @@ class Health:
 
         def note_arrival(sent: Future[tuple[float, bytes | None]]) -> None:
             if sent.exception() is None:
-                # By our clock, as its times are told by theirs. In one step: this is the client's
+                # To our clock: the box has its host's times. In one step: this is the client's
                 # thread, and the main thread takes it.
                 self._arrived[rank] = time.monotonic(), sent.result()
             answered.set()

@@ -29,7 +29,7 @@ RELEASE_S = 1.0
 
 
 class Maintenance:
-    """What is to be done for ranks between their cells.
+    """The work on ranks that is due between their cells.
 
     Attributes:
         ended_by_us: The ranks that are being ended on purpose.
@@ -43,7 +43,7 @@ class Maintenance:
         self._notes: list[str] = []
 
     def take_notes(self) -> list[str]:
-        """What was done, or has happened to the hosts, and was not told yet, a line each."""
+        """Return unreported work and events of the hosts, a line each, and forget them."""
         notes, self._notes = self._notes, []
         return notes + self._ranks.cluster.engine_set.take_notes()
 
@@ -138,9 +138,9 @@ class Maintenance:
         self._ranks.cluster.processes.end_engines([engine(rank) for rank in ranks])
 
     def release(self, futures: Sequence[Future[Any]]) -> None:
-        """Break off what ranks still wait in when another one of them has failed.
+        """Break off the calls that ranks still wait in when another rank has failed.
 
-        Those that answer soon by themselves are left alone.
+        Ranks that answer soon by themselves are left alone.
         """
         end_s = time.monotonic() + RELEASE_S
         try:

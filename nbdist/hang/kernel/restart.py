@@ -31,12 +31,12 @@ from nbdist.rpc.kernel import gather, sigint
 from nbdist.rpc.kernel.channel import failure_of
 from nbdist.rpc.kernel.functions import RankFunction
 
-# In the environment of an engine that takes another's place: it joins later, when it is told.
+# In the environment of an engine that takes another's place: it joins later, when it is asked.
 REPLACES = "NBDIST_REPLACES"
 POLL_S = 0.01
 INTERRUPT_S = 2.0
 INTERRUPT_PAUSE_S = 0.1
-# What is sent to an engine before it has found a new controller is lost, so it is sent again.
+# A message to an engine that has not found the new controller yet is lost, so it is sent again.
 PING_PAUSE_S = 0.2
 RECONNECT_DEADLINE_S = 30.0
 # A rank whose cell's end was lost with the controller may be idle: it gets this long to say so.
@@ -72,12 +72,12 @@ catching_up: RankFunction[[bool], None] = RankFunction(
 
 @dataclass(frozen=True, slots=True)
 class RestartResult:
-    """What a restart did.
+    """The result of a restart.
 
     Attributes:
-        ranks: Those that have new processes.
-        elapsed_s: From the call until they could take a cell.
-        notes: What a person has to know, a sentence each.
+        ranks: Ranks that have new processes.
+        elapsed_s: From the call until these ranks could take a cell.
+        notes: Sentences that a person has to read.
     """
 
     ranks: tuple[int, ...]
@@ -93,7 +93,7 @@ def restart(
     Ranks that have ended and were not named come back as well: no group of all ranks could be
     formed without them. The others have to be idle, and keep variables, groups and models. An
     interrupt, or a failure, leaves the ranks ended that were to be replaced, and the next restart
-    brings them. The deadline is for all of it, and `progress` is told what is waited for.
+    brings them. The deadline is for all of it; `progress` is called with what it waits for.
 
     Raises:
         OptionError: On a profile whose processes nbdist does not start.
@@ -217,7 +217,7 @@ class _Restart:
             self._all(lambda c, rank: catching_up(c, rank, True), new, "prepare")
 
     def _describe(self, new: Sequence[int]) -> dict[int, EngineReport]:
-        """What the new processes say of themselves, by rank."""
+        """Descriptions that the new processes give of themselves, by rank."""
         engine, address = self._ranks.topology.engine_of_rank, host.address_toward(host.ELSEWHERE)
         reports = self._all(
             lambda c, rank: start.describe(c, rank, engine(rank), address),
@@ -343,7 +343,7 @@ def reconnect(ranks: Ranks) -> str:
             f"{ranks_phrase(sorted(late))} did not find the new controller. Run "
             f"{ranks.restart_verb(sorted(late))}."
         )
-    # These count as busy, and may not be.
+    # Unheard ranks count as busy, and may be idle.
     late = _await_answers(ranks, cluster.unheard, time.monotonic() + UNHEARD_S)
     still_busy = f"; {ranks_are(sorted(late))} still in a cell" if late else ""
     return (
@@ -353,10 +353,10 @@ def reconnect(ranks: Ranks) -> str:
 
 
 def await_idle(ranks: Ranks, health: Health) -> tuple[int, ...]:
-    """Wait until idle ranks hear what is sent to their main threads; those that do not.
+    """Wait until the main threads of idle ranks hear messages; return the ranks that do not.
 
-    Where a controller took another's place while no notebook held the ranks. A rank's connections
-    come back one by one, and a cell that is sent before is lost. One in a cell hears later.
+    Needed where a controller was replaced while no notebook held the ranks: a rank's connections
+    come back one by one, and a cell sent before is lost. A rank in a cell hears later.
     """
     health.refresh(UNHEARD_S)
     idle = {rank for rank, box in health.boxes().items() if box.state != "running"}
@@ -369,7 +369,7 @@ def _living(ranks: Ranks) -> list[int]:
 
 
 def _await_answers(ranks: Ranks, silent: set[int], end_s: float) -> set[int]:
-    """Ask until these have answered, and those that are unheard; who lives and has not."""
+    """Ask silent ranks until all have answered; return the living ones that have not."""
     next_s = 0.0
     while (late := silent.intersection(_living(ranks))) and time.monotonic() < end_s:
         if time.monotonic() >= next_s:

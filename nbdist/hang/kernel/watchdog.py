@@ -16,7 +16,7 @@ PAUSE_S = 0.25
 URGENT_PAUSE_S = 0.1
 # A rank that has waited this long is looked at.
 AFTER_S = 1.0
-# Somebody who is only late is told of after this long, and again after LATE_AGAIN_S.
+# A rank that is only late is reported after this long, and again after LATE_AGAIN_S.
 LATE_S = 5.0
 LATE_AGAIN_S = 60.0
 
@@ -33,8 +33,8 @@ class Watchdog:
     def __init__(self, health: Health, began_s: float, grace_s: float, *, is_quiet: bool = False):
         """Watch a cell that was sent at `began_s`.
 
-        A certain deadlock is left alone for `grace_s` after it was told. Quiet is who tells of
-        deadlocks alone, not of what depends on time.
+        A certain deadlock is left alone for `grace_s` after its report. A quiet watchdog reports
+        deadlocks alone, and no finding that depends on time.
         """
         self._health = health
         self._grace_s = grace_s
@@ -54,7 +54,7 @@ class Watchdog:
 
     @property
     def deadlock(self) -> WaitFinding | None:
-        """The certain deadlock as it stands now, once it has been told."""
+        """The certain deadlock as it stands now, once it has been reported."""
         if self._reported_s is None:
             return None
         return next((finding for finding in self._last if finding.is_certain), None)
@@ -90,9 +90,9 @@ class Watchdog:
     def look(
         self, now_s: float, states: Callable[[], States], *, is_urgent: bool = False
     ) -> list[str]:
-        """Read the boxes if it is time, and return the lines that are to be told.
+        """Read the boxes if it is time, and return the lines to print.
 
-        If it is urgent, ask the ranks what they do, whether or not somebody seems to wait.
+        If it is urgent, ask the ranks what they do, whether or not a rank seems to wait.
         """
         if is_urgent and not self._was_urgent:
             self.next_s = now_s  # who waits now has to be known, not who waited a moment ago
@@ -102,7 +102,7 @@ class Watchdog:
         self.next_s = now_s + (URGENT_PAUSE_S if is_urgent else PAUSE_S)
         cell_states = states()
         for rank, (state, _) in cell_states.items():
-            # Of a rank that has ended its cell, only what it answers afterwards counts.
+            # Once a rank has ended its cell, only its later answers count.
             if state != self._states.get(rank) and state != "running":
                 self._health.forget_snapshot(rank)
             self._states[rank] = state
@@ -114,7 +114,7 @@ class Watchdog:
             firm = [self._findings[finding.waiting][1] for finding in findings if _is_firm(finding)]
             urgent = [now_s - LOOK_PAUSE_S] if is_urgent else []
             self._health.ask(asked, now_s, newer_than_s=max([*firm, *urgent], default=0.0))
-        # Only what has been seen twice: a rank that begins to wait a moment later is in it.
+        # A finding must be seen twice: then a rank that begins to wait a moment later is in it.
         steady = [
             finding
             for finding in findings
@@ -126,7 +126,7 @@ class Watchdog:
         return [*self._stopped_lines(), *self._report(steady, now_s)]
 
     def _is_quiet_too_long(self, now_s: float) -> bool:
-        """Whether somebody is done, or nobody has made a call for a while: is it in C++?"""
+        """Whether a rank is done, or no rank has made a call for a while: does it wait in C++?"""
         since_s = [wait_graph.last_event_s(view.box) for view in self._views]
         is_done = any(view.state != "running" for view in self._views)
         return is_done or now_s - max(since_s, default=now_s) >= AFTER_S
@@ -143,10 +143,10 @@ class Watchdog:
         return since
 
     def _is_steady(self, finding: WaitFinding, now_s: float) -> bool:
-        """Whether it stands since an earlier look, and rests on what is known for sure.
+        """Whether a finding stands since an earlier look, and rests on facts alone.
 
-        Boxes and answers are of different moments: put together they can show what never was.
-        But where all of them are the same before a moment and after it, so they were in it.
+        Boxes and answers are of different moments: together they can show a state that never was.
+        Where all of them are the same before and after a moment, they were so in that moment.
         """
         if not _is_firm(finding):
             return True
@@ -164,7 +164,7 @@ class Watchdog:
         for finding in steady:
             if finding.is_certain:
                 self._reported_s = now_s if self._reported_s is None else self._reported_s
-            # It may have been told before further ranks began to wait as well.
+            # It may have been reported before further ranks began to wait.
             is_reported = any(
                 set(old.waiting) <= set(finding.waiting) and set(old.blamed) >= set(finding.blamed)
                 for old in self._reported
@@ -177,7 +177,7 @@ class Watchdog:
         return lines + self._late([finding for finding in steady if not _is_firm(finding)], now_s)
 
     def _late(self, steady: Sequence[WaitFinding], now_s: float) -> list[str]:
-        """Who is only late; seldom, since a slow rank may be late in every step."""
+        """Report ranks that are only late; seldom, since a slow rank may be late in every step."""
         if not steady:
             self._late_s = math.inf
             return []
@@ -198,10 +198,10 @@ class Watchdog:
 
 
 def _is_firm(finding: WaitFinding) -> bool:
-    """Whether it is told at once: it does not depend on time."""
+    """Whether a finding is reported at once: it does not depend on time."""
     return finding.is_certain or finding.is_doomed
 
 
 def _essence(finding: WaitFinding) -> tuple[object, ...]:
-    """What makes a finding the same one: where somebody computes meanwhile does not matter."""
+    """The fields that make two findings the same: where a rank computes does not matter."""
     return finding.is_certain, finding.is_doomed, finding.blamed, finding.marks

@@ -1,8 +1,8 @@
 """The store in which all ranks meet: a file on one host, else a port of one rank.
 
-Where it is a port, every rank has one reserved on its own address: bound, and closed to everybody.
-Each generation of groups tells all ranks where the others' are. When the rank that holds the store
-is gone, the first one that lives opens its own, and the others go there without asking anybody.
+If it is a port, every rank has reserved one on its own address: bound, and closed to all others.
+Each generation of groups gives all ranks the addresses of the others' ports. When the store's rank
+is gone, the first living rank opens its port, and the others go there without asking.
 
 torch's client waits in the system without a limit, so a host that vanishes without a word would
 keep a rank in C++ for a quarter of an hour: the connection gets a limit of LOST_S instead.
@@ -35,14 +35,14 @@ Address = tuple[str, int]
 
 @dataclass(slots=True)
 class _Ports:
-    """What this rank knows of the ports of the others, and its own.
+    """The ports of this rank and of the others, as this rank knows them.
 
     Attributes:
         current: Where the store is; None where it is a file.
         reserved: This rank's port, bound; it does not listen until its store is opened.
         server: This rank's own store, once it has been opened.
         by_rank: Where each rank's store is, or would be.
-        master_port: For torchrun's MASTER_PORT; 0 before rank 0 has chosen one.
+        master_port: The value of torchrun's MASTER_PORT; 0 before rank 0 has chosen one.
     """
 
     current: Address | None = None
@@ -67,7 +67,7 @@ def open_store(address: str, world_size: int, peers: tuple[str, ...] = ()) -> in
 
 
 def reserve(address: str, peers: Collection[str] = ()) -> None:
-    """Bind a port for this rank's store, which nobody can reach yet; once per process."""
+    """Bind a port for this rank's store, to which no rank can connect yet; once per process."""
     if _ports.reserved is None:
         _ports.reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         _ports.reserved.bind((address, 0))
@@ -181,7 +181,7 @@ def _open(world_size: int) -> dist.TCPStore:
 def _limit_waits(address: str, port: int) -> None:
     """Let the system give up this process's connections to the store's host after LOST_S.
 
-    Nothing of torch's tells a store's socket; its peer does.
+    torch does not give a store's socket; it is found by its peer's address.
     """
     options = {"TCP_USER_TIMEOUT": 1000 * LOST_S, "TCP_KEEPIDLE": LOST_S // 2, "TCP_KEEPINTVL": 1}
     for connection in psutil.Process().net_connections("tcp"):

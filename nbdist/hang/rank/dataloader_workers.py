@@ -97,7 +97,7 @@ def _end(iterators: Sequence[Any]) -> int:
             thread.join(JOIN_S)
         workers += iterator._workers  # noqa: SLF001
         iterator._shutdown = True  # its finalizer has nothing more to do  # noqa: SLF001
-    # torch's own way is to tell them through locks that an interrupted worker may hold for good.
+    # torch itself notifies them through locks that an interrupted worker may hold for good.
     _end_workers(workers)
     for iterator in iterators:
         for queue in iterator._index_queues:  # noqa: SLF001

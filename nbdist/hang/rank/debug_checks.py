@@ -4,7 +4,7 @@ torch puts a checking backend around each group's own. With Gloo a DistributedDa
 ends the process (SIGSEGV, 2.11 to 2.13): its logger takes the backend of type GLOO for Gloo's
 own class. With NCCL the same level makes torch end a rank whose call was aborted. Both look only
 at the moment or at the place in which a backend was made. So here groups are made at the level
-below, and the checking backend comes in afterwards, under a type that nobody asks for by name.
+below, and the checking backend comes in afterwards, under a type that no code asks for by name.
 """
 
 from __future__ import annotations

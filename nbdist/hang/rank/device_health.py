@@ -36,7 +36,7 @@ def drain() -> None:
 
 
 def refuse_broken(store: dist.Store, place: RankPlace, living: Sequence[int]) -> None:
-    """Compute on every rank's GPU before anybody connects.
+    """Compute on every rank's GPU before any rank connects.
 
     Collective: the living ranks, and those that take the place of dead ones.
 
@@ -44,8 +44,8 @@ def refuse_broken(store: dist.Store, place: RankPlace, living: Sequence[int]) ->
     would wait for it in NCCL, where nothing ends a wait.
 
     Args:
-        store: Of this recovery.
-        place: Of this rank.
+        store: The store of this recovery.
+        place: This rank's place.
         living: Global ranks.
 
     Raises:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nbdist.hang.recovery import MeshSpec
 from nbdist.rpc.rank import namespace
 
-# What differs between versions of torch, or cannot be built: the variable is told as lacking.
+# Versions of torch differ, or a mesh cannot be built: its variable is reported as lacking.
 UNBUILT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -29,10 +29,10 @@ def mesh_names() -> dict[str, MeshSpec]:
 
 
 def name_meshes(by_rank: Sequence[Mapping[str, MeshSpec]]) -> tuple[str, ...]:
-    """Give this rank the meshes that others have, without a word to them; the variables' names.
+    """Make the other ranks' meshes here, without communication; return the variables' names.
 
-    On a rank that takes another's place, once its groups are there, with `mesh_names` of each of
-    the others: each knows its own groups. What cannot be built is left out.
+    Called on a rank that takes another's place, once its groups are there, with `mesh_names` of
+    each other rank: each knows its own groups. Meshes that cannot be built are left out.
     """
     built: dict[Any, DeviceMesh] = {}
     variables = {}
@@ -46,7 +46,7 @@ def name_meshes(by_rank: Sequence[Mapping[str, MeshSpec]]) -> tuple[str, ...]:
 
 
 def _spec_of(mesh: DeviceMesh) -> MeshSpec:
-    # Nothing public tells of what a mesh is a part; without it a part is a mesh of its own.
+    # No public function gives the mesh that this is a part of; without it a part is a whole mesh.
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     groups = [] if mesh.get_coordinate() is None else mesh.get_all_groups()
     return MeshSpec(
@@ -60,7 +60,7 @@ def _spec_of(mesh: DeviceMesh) -> MeshSpec:
 
 
 def _mesh(specs: Sequence[MeshSpec], built: dict[Any, DeviceMesh]) -> DeviceMesh:
-    """The mesh that others tell of, each from its place; the same object for the same groups."""
+    """Build the mesh that the others describe; the same object for the same groups."""
     rank = dist.get_rank()
     spec = next((spec for spec in specs if rank in spec.ranks), specs[0])
     roots = [other.root for other in specs if other.root is not None]
@@ -106,8 +106,8 @@ def _form(spec: MeshSpec, groups: Sequence[Any]) -> DeviceMesh:
     """A mesh of groups that there are. No collective."""
     ranks = torch.tensor(spec.ranks, dtype=torch.int).reshape(spec.shape)
     if not groups:
-        # What torch makes on a rank outside of it; only init_device_mesh does so in public, and
-        # that one makes the groups.
+        # The mesh that torch makes on a rank outside of it; of public functions only
+        # init_device_mesh does so, and it makes the groups.
         return DeviceMesh(
             spec.device_type, ranks, mesh_dim_names=spec.dim_names, _init_backend=False
         )

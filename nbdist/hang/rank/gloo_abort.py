@@ -3,7 +3,7 @@
 No call of torch ends a Gloo collective that waits for a rank that never comes. Shutting its
 connections down does: the waiting thread then raises within milliseconds, and so do the
 ranks at the other ends. A Gloo device keeps all its connections in one epoll descriptor, so
-whoever knows the epolls knows the connections. They are noted while devices are made, which
+the epolls are enough to find the connections. They are noted while devices are made, which
 is why `install` comes before the first group.
 
 A message of which a part has gone over is a trap: Gloo (tcp/pair.cc, `signalException`) tells
@@ -44,10 +44,10 @@ _FDINFO = Path("/proc/self/fdinfo")
 # A line of it reads: tfd: 12 events: 19 data: 5649a39ed670 pos:0 ino:eb451 sdev:9
 _MEMBER = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
 _EPOLL = "anon_inode:[eventpoll]"
-# Messages that are under way get so long to arrive: a gigabyte by way of the loopback.
+# Time for messages under way to arrive: a gigabyte by way of the loopback.
 DRAIN_S = 1.5
 _DRAIN_PAUSE_S = 0.005
-# With nothing in its queues, a connection on which nothing came or went for so long is at rest.
+# A connection with empty queues is at rest once nothing came or went for this long.
 _QUIET_MS = 30
 # With something in them as well: its peer is stopped or gone.
 _STALLED_MS = 400
@@ -69,7 +69,7 @@ class _Loop:
 
 @dataclass(slots=True)
 class _GlooDevices:
-    """What this process knows of its Gloo devices."""
+    """The Gloo devices of this process."""
 
     loops: list[_Loop] = field(default_factory=list)
     shared: list[Any] = field(default_factory=list)
@@ -117,13 +117,13 @@ def admit(addresses: Collection[str]) -> None:
 def abort(generation: int | None = None) -> int | None:
     """Shut every connection of this process's Gloo groups down and return how many there were.
 
-    From any thread, also while the main thread is blocked in C++. All groups of this process
+    Works from any thread, also while the main thread is blocked in C++. All groups of this process
     are unusable afterwards, until all ranks have been in `process_groups.recover`. Only connections
     that a Gloo device holds are touched: no other socket of this process.
 
     Args:
-        generation: Of the groups that are meant: a request can come late, when newer groups have
-            taken their place, and then nothing happens and None is returned. None: whichever.
+        generation: The generation of the groups to abort: where newer groups have taken their
+            place, nothing happens and None is returned. None: whichever groups are there.
     """
     with _state.ending:
         if generation is not None and is_outdated(generation):
@@ -131,7 +131,7 @@ def abort(generation: int | None = None) -> int | None:
         # A new group's members meet through the store, where there is no connection to shut down.
         rendezvous.cancel_meetings()
         # Until no message is under way. At once where all ranks wait: Gloo sends a message only
-        # when its receiver is ready for it, so a call to which somebody does not come has none.
+        # when its receiver is ready for it, so a call in which a rank is missing has none.
         end_s = time.monotonic() + DRAIN_S
         while not all(_is_at_rest(*c) for c in _connections()) and time.monotonic() < end_s:
             time.sleep(_DRAIN_PAUSE_S)

@@ -23,8 +23,8 @@ _capturing: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
 def install() -> None:
     """Note from now on when a capture begins and ends. On a rank with a GPU, before its cells.
 
-    torch.cuda.graph, make_graphed_callables and torch.compile all come by these two methods;
-    nothing else tells another thread of a capture.
+    torch.cuda.graph, make_graphed_callables and torch.compile all call these two methods;
+    nothing else shows a capture to another thread.
     """
     begin, end = CUDAGraph.capture_begin, CUDAGraph.capture_end
 

@@ -55,7 +55,7 @@ _places = UserFrameFinder()
 # have to be named. Each numbers its calls for itself.
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 NAMED = ("nccl2", "nccl-lazy")
-# So many of NCCL's newest calls are told, and those that are not done.
+# The number of NCCL's newest calls that are reported, beside those that are not done.
 MOST_DEVICE_CALLS = 64
 
 
@@ -70,7 +70,7 @@ def snapshot() -> ThreadSnapshot:
     frames = frames_of(frame)
     _places.shell = get_ipython()  # None before the engine runs
     place = _places.find(frame)
-    # Who holds a frame holds its variables, and would free them in this thread.
+    # A held frame keeps its variables, and this thread would free them.
     del frame
     shown = with_sources(stacks.user_part(frames))
     is_asleep = asleep.end()
@@ -175,7 +175,7 @@ def finish_device_calls() -> None:
 
     A call that a GPU has to do is over for Python once it is queued: without this a cell whose
     ranks call differently would end well, and the next one would meet its calls. Work that
-    nobody waits for (`async_op=True`) is not on the stream that is looked at. In steps of
+    no code waits for (`async_op=True`) is not on the stream that is looked at. It waits in steps of
     Python, so that an interrupt and the abort of the calls end it.
     """
     if not nccl_abort.backends():
@@ -190,7 +190,7 @@ def finish_device_calls() -> None:
 
 
 def _main_cpu_s() -> float | None:
-    """Processor time of the main thread; None where the system does not tell (macOS)."""
+    """Processor time of the main thread; None where the system does not report it (macOS)."""
     clock_of = getattr(time, "pthread_getcpuclockid", None)
     ident = threading.main_thread().ident
     return None if clock_of is None or ident is None else time.clock_gettime(clock_of(ident))
@@ -205,8 +205,8 @@ def _main_state() -> str:
 def free_threads(places: UserFrameFinder, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
     """(whether the main thread is free, the names of the other free threads and tasks).
 
-    Free is who is neither inside a recorded call nor joins a thread that is. Of the other
-    threads only those count that run the user's code. Tasks of asyncio run in the main thread,
+    A free thread is neither inside a recorded call nor joins a thread that is. Other threads
+    count only if they run the user's code. Tasks of asyncio run in the main thread,
     so they are as free as it is. From any other thread than the main one; `waits_inside`: that
     one waits in a call that C++ made.
     """
@@ -407,7 +407,7 @@ def device_calls() -> tuple[FlightRecorderEntry, ...]:
 def flight_record() -> list[tuple[str, int, str, list[list[int]]]]:
     """(name, when in ns since 1970, group, sizes) of what the flight recorders hold, oldest first.
 
-    Empty without a recorder. Of thousands of calls only the newest are left.
+    Empty without a recorder. The recorder keeps the newest of thousands of calls.
     """
     return [
         (

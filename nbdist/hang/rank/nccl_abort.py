@@ -220,5 +220,5 @@ def _record(group: Any, kind: Any) -> None:
     group._set_default_backend(kind)  # noqa: SLF001  # there is no other way
     ranks = list(world.pg_group_ranks[group])
     held[group] = c10d.FlightRecorderHook.attach(group, ranks)
-    # Of the old type: DDP and barrier() look at its name.
+    # It must have the old type: DDP and barrier() look at the type's name.
     group._set_default_backend(default)  # noqa: SLF001

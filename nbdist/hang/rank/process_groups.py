@@ -42,7 +42,7 @@ from nbdist.rpc.rank import gc_pause
 
 @dataclass(slots=True)
 class _Registry:
-    """What is remembered of this process's groups.
+    """Facts about this process's groups that torch does not keep.
 
     Attributes:
         groups: The groups that the user's code made, in order.
@@ -50,7 +50,7 @@ class _Registry:
             half, and the backends that were replaced stay in the object.
         local_counts: Global ranks -> how many groups they made without the other ranks, since
             all ranks met last.
-        local_base: What all ranks agreed on then; no such group had a higher number.
+        local_base: The number that all ranks agreed on then; no such group had a higher one.
         is_installed: Whether torch's helper is wrapped.
     """
 
@@ -220,7 +220,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
         world.pg_map[new.pg] = (world.pg_map[new.pg][0], new.store)
         _registry.stores.setdefault(new.pg, []).extend(new.stores)
     _name_default_store(store)
-    # What an aborted cell had begun with torch's coalescing manager would fail the next one.
+    # Calls that an aborted cell began in torch's coalescing manager would fail the next cell.
     world.pg_coalesce_state.clear()
     # Half a second of torch, which no start should wait for.
     from nbdist.hang.rank import reset_models
@@ -278,7 +278,7 @@ def announce_groups(store: dist.Store, rank: int, specs: Iterable[GroupSpec]) ->
 
 
 def agree_on_groups(store: dist.Store, living: Sequence[int]) -> dict[int, dict[str, list[int]]]:
-    """What each living rank has announced: name -> global ranks of a group. Once all have met.
+    """Read what each living rank announced, once all have met: name -> global ranks of a group.
 
     Groups made from now on have the same name on all ranks: torch counts them, also one that was
     begun on some ranks alone, and broken off.
@@ -326,7 +326,7 @@ def rejoin(specs: Iterable[GroupSpec]) -> None:
 
     On a rank that takes a dead one's place, while the others are in `recover`; once the
     default group is formed, with `merge_groups` of the survivors' `created_groups`. It waits for
-    the members of each group and for nobody else.
+    the members of each group and for no other rank.
     """
     world = _world()
     rank = dist.get_rank()
@@ -429,7 +429,7 @@ def _gloo(pg: Any, store: dist.Store, device: str) -> Any:
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What torch's helper is called with, by name."""
+    """Arguments of a call of torch's helper, by name."""
     names = ("size", "rank", "ranks", "backend", "store", "name")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 

@@ -77,7 +77,7 @@ TRANSFERS = {
 KEEPS_ORIGINALS = "torch.distributed._functional_collectives"
 
 
-# What a call raises between an abort and the recovery (core/failures.py knows it).
+# The message of a call between an abort and the recovery (core/failures.py knows it).
 BROKEN_OFF = "{op} was not called: the collectives of this rank were broken off"
 
 # Channel, operation and detail, peer, and 0 for a call that is not counted.
@@ -113,8 +113,8 @@ class CallRecorder:
         for name in ("init_process_group", "destroy_process_group"):
             self._replace(c10d, name, self._wrap_group_change)
         self._replace(c10d, "split_group", functools.partial(self._wrap_meeting, "split_group"))
-        # Everything that makes a group by new_group comes through this private function, also
-        # torch's modules that hold new_group itself, as init_device_mesh does.
+        # Every caller of new_group comes through this private function, also torch's modules
+        # that hold new_group itself, as init_device_mesh does.
         has_helper = hasattr(c10d, "_new_group_with_tag")
         name = "_new_group_with_tag" if has_helper else "new_group"
         self._replace(c10d, name, functools.partial(self._wrap_meeting, "new_group"))
@@ -424,13 +424,13 @@ def group_name(group: Any) -> str | None:
 
 
 def group_description(group: dist.ProcessGroup) -> str:
-    """What its maker calls it; empty where nobody has said."""
+    """The description given when a group was made; empty without one."""
     description = str(group.group_desc).replace("\0", "")
     return "" if description == "undefined" else description
 
 
 def living_groups() -> dict[str, dist.ProcessGroup]:
-    """By name, the groups that this rank is a member of, from the same table."""
+    """Return the groups that this rank is a member of, by name, from the same table."""
     world: Any = c10d._world  # noqa: SLF001
     return {name: group for group, name in world.pg_names.items()}
 

@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 # How often a caller looks whether its wait was aborted. A message wakes it at once.
 LOOK_S = 0.02
 
-# What is awaited -> the age of the groups in which it was issued.
+# Awaited work -> the age of the groups in which it was issued.
 _issued: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -57,7 +57,7 @@ def abortable(original: Function) -> Function:
 
 
 def _wait_beside(call: Callable[[], Any], age: int) -> Any:
-    """What the call returns or raises in a thread of its own."""
+    """Run the call in a thread of its own; return or raise what it does."""
     answer: Future[Any] = Future()
 
     def run() -> None:

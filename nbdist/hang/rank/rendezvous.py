@@ -35,12 +35,12 @@ def forget_meetings() -> None:
 
 
 def age() -> int:
-    """What `is_over` has to be asked with for what is issued now."""
+    """The age of work issued now, as `is_over` takes it."""
     return _anew
 
 
 def is_over(age: int) -> bool:
-    """Whether what was issued at this age can never end: the groups were aborted since."""
+    """Whether work issued at this age can never end: the groups were aborted since."""
     return _cancelled != age
 
 
@@ -98,7 +98,7 @@ def await_keys(
     deadline_s: float,
     check: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """The places of the keys that nobody has written by the deadline.
+    """The places of the keys that no rank has written by the deadline.
 
     It looks again and again instead of waiting inside the store, so that an interrupt ends it, and
     whatever `check` raises.

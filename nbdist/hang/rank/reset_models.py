@@ -1,4 +1,4 @@
-"""Makes live models ready again after a broken step, and tells whether ranks have the same ones."""
+"""Makes live models ready again after a broken step, and compares them between ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checksums(models: tuple[NamedModel, ...] | None = None) -> dict[str, str]:
     """Model -> checksum of its parameters, HALVES, checksum of its buffers.
 
     Equal on two ranks when every bit is. SHARDED for a model of which each rank has a part.
-    This rank alone.
+    No communication.
     """
     return {
         model.name: SHARDED
@@ -90,7 +90,7 @@ def _drop_gradients(group: Any) -> None:
         group._set_unsharded_grad_dtypes(defer_upcast=False)  # noqa: SLF001
 
 
-# What FSDP2 notes during a step: all of torch 2.11 to 2.15, of which each has most.
+# Attributes that FSDP2 sets during a step, in torch 2.11 to 2.15; each version has most.
 _OF_STEP = (
     "iter_forward_root", "post_backward_final_callback_queued", "gradient_reduction_pending",
     "manual_backward_finalization_active",

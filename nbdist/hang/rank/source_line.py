@@ -26,7 +26,7 @@ programs: set[str] = set()
 class UserFrameFinder:
     """Finds the innermost line of a cell, a program, or a file that no package installed.
 
-    What it found is kept by instruction, so that a collective in a loop costs little. The rank's
+    Results are kept by instruction, so that a collective in a loop costs little. The rank's
     IPython shell knows which file name is which cell; it may be given later, as an attribute.
     """
 
@@ -98,7 +98,7 @@ class UserFrameFinder:
         return not any(path.is_relative_to(folder) for folder in self._folders)
 
     def _cell(self, file: str) -> int | None:
-        """The number of the cell with this file name; None for what is no cell.
+        """The number of the cell with this file name; None for other files.
 
         IPython keeps the numbers in a private dict of its compiler, for tracebacks. Without
         it a cell is known by its name alone, and the number is that of the running one.
