@@ -7,7 +7,7 @@ from nbdist.errors import StartError
 # Resident, right after the start, torch imported and the group formed: measured 265 MB with
 # torch 2.13.0 for the CPU (two ranks), more with a GPU's libraries. A model comes on top.
 NEEDED_BYTES_PER_RANK = 250_000_000
-# More take turns so long that ranks of one step are seconds apart.
+# With more, turns take so long that ranks of one step are seconds apart.
 MOST_PER_CORE = 4
 
 
@@ -29,7 +29,7 @@ def check(available_bytes: int, world_size: int, cores: int) -> None:
 
 
 def crowding(world_size: int, cores: int) -> str:
-    """What there is to say of ranks that share cores; empty up to MOST_PER_CORE for each."""
+    """A note on ranks that share cores; empty up to MOST_PER_CORE for each."""
     if world_size <= MOST_PER_CORE * cores:
         return ""
     return (

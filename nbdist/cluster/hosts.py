@@ -24,7 +24,7 @@ class Host:
     """A host that ranks may be started on.
 
     Attributes:
-        name: As ssh or Slurm knows it, with `user@` where that is typed.
+        name: The name for ssh or Slurm, with `user@` where that is typed.
         places: The most ranks on it; None for one per GPU, or one.
     """
 
@@ -86,13 +86,13 @@ def share_ranks(places: Mapping[str, int], world_size: int | None) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What an agent has said of its host.
+    """An agent's report on its host.
 
     Attributes:
         versions: Installed package -> version; empty where it is there without one.
         gpus: How many the driver shows.
         offset_s: The host's clock minus this machine's, plus or minus half of `round_trip_s`.
-        temporary: Its folder for temporary files, with `free_bytes`.
+        temporary: The host's folder for temporary files, with `free_bytes`.
     """
 
     hostname: str
@@ -111,11 +111,11 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostCheck:
-    """What was found on a host before anything was started there.
+    """The result of a look at a host before a rank was started there.
 
     Attributes:
-        facts: What its agent has said; None for a host that cannot be reached.
-        problem: Why it cannot, with what to do; empty if it can.
+        facts: The report of its agent; None for a host that cannot be reached.
+        problem: Why it cannot be reached, with a remedy; empty if it can.
     """
 
     name: str
@@ -124,7 +124,7 @@ class HostCheck:
 
 
 def problems(checks: Sequence[HostCheck], own_versions: Mapping[str, str]) -> list[str]:
-    """What keeps ranks from starting on these hosts: a sentence each, with what to do.
+    """Reasons why ranks cannot start on these hosts: a sentence each, with a remedy.
 
     All must have nbdist in this notebook's version, and one version of torch.
     """

@@ -1,4 +1,4 @@
-"""The agent of one host: starts its ranks, tells how they end, and ends them all at the last.
+"""The agent of one host: starts its ranks, reports how they end, and at last ends them all.
 
 A program of the standard library alone: its text, with the guardian's, is sent over the connection
 (ssh, srun) on which it then speaks, so nothing has to be installed for it. A line of its standard
@@ -7,8 +7,8 @@ standard input is a command, and each command is answered. When the input ends o
 nothing has been heard for SILENCE_S, it ends its ranks, with all processes of their sessions, and
 itself.
 
-After the command `keep` only `stop` does that at once. Otherwise it waits so many seconds for
-another kernel, which comes by `relay` to a socket in the agent's folder.
+After the command `keep` only `stop` does that at once. Otherwise the agent waits for the given
+time for another kernel, which comes by `relay` to a socket in the agent's folder.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ BEAT_S = 1.0
 # themselves, and a kernel that was stopped for a while finds its ranks again.
 SILENCE_S = 120.0
 STOP_GRACE_S = 2.0
-# What the agent of a folder that was lost has for its end, less than what the kernel waits.
+# Time for the agent of a lost folder to end, less than the kernel waits.
 FORMER_S = 6.0
 TAIL_BYTES = 4000
-# A rank's call log and what is left of a crash, which the kernel reads when the rank has ended.
+# A rank's call log and the remains of a crash, which the kernel reads when the rank has ended.
 LARGEST_FILE_BYTES = 1 << 21
 PACKAGES = ("nbdist", "torch", "accelerate", "ipyparallel")
 PR_SET_PDEATHSIG = 1
@@ -54,7 +54,7 @@ PR_SET_PDEATHSIG = 1
 SOCKET = "agent.sock"
 GONE = "its agent has ended, and its ranks with it: their time was over, or the host was restarted"
 
-# The module nbdist.cluster.agent.guardian; `serve` is handed it by whoever has sent both.
+# The module nbdist.cluster.agent.guardian; the sender of both texts hands it to `serve`.
 guardian: Any = None
 
 
@@ -91,7 +91,7 @@ def count_gpus() -> int:
 
 
 def facts() -> dict[str, Any]:
-    """What the kernel has to know of this host before it starts ranks on it."""
+    """Facts on this host that the kernel needs before it starts ranks on it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         free = shutil.disk_usage(tempfile.gettempdir()).free
@@ -118,7 +118,7 @@ def die_with_parent() -> None:
 
 
 class KernelLink:
-    """A connection to a kernel, by lines both ways; what nobody reads is dropped."""
+    """A connection to a kernel, by lines both ways; lines without a reader are dropped."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class KernelLink:
         writer: BinaryIO,
         close: Callable[[], object],
     ):
-        """Put what is read into the inbox, as (kind, (this, content)), and at last its end."""
+        """Put lines that are read into the inbox, as (kind, (this, content)), and at last the end."""
         self._inbox, self._reader, self._writer, self._close = inbox, reader, writer, close
         # A kernel that reads no more, or a network that is cut, must not hold the agent up.
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -215,7 +215,7 @@ class Agent:
         """Do what the kernel says until it ends, or the time of the ranks that are kept."""
         for name in (signal.SIGINT, signal.SIGHUP):
             signal.signal(name, lambda *_: None)  # not ignored: its ranks would inherit that
-        # A batch system is about to kill everything here: what is left is to tidy up.
+        # A batch system is about to kill everything here: only tidying up is left.
         signal.signal(signal.SIGTERM, lambda *_: self._inbox.put(("term", (None, None))))
         self._take_link(
             KernelLink(self._inbox, sys.stdin.buffer, sys.stdout.buffer, hang_up_standard)
@@ -247,7 +247,7 @@ class Agent:
     def _goes_on(self) -> bool:
         if time.monotonic() >= self._until_s and not self._detach():
             return False
-        # Where somebody has removed the folder nobody can find the ranks again.
+        # Without the folder, which a person has removed, no kernel can find the ranks again.
         return self._link is not None or not guardian.is_removed(str(self._folder))
 
     def _detach(self) -> bool:
@@ -282,7 +282,7 @@ class Agent:
             self._link.say(event, **content)
 
     def _keep(self, seconds: float) -> None:
-        """From now on let ranks live so long without a kernel; 0: not at all."""
+        """From now on let ranks live this many seconds without a kernel; 0: not at all."""
         if seconds and self._listener is None:
             listener = socket.socket(socket.AF_UNIX)
             with contextlib.chdir(self._folder):  # as in `connect`
@@ -297,7 +297,7 @@ class Agent:
             self._inbox.put(("link", listener.accept()[0]))
 
     def _tell_ranks(self) -> dict[int, int]:
-        """Each rank's newest process; the ends of those that have ended are told once more."""
+        """Each rank's newest process; the ends of those that have ended are reported once more."""
         for rank, code in self._codes.items():
             self._tell_exit(rank, code)
         return {rank: process.pid for rank, process in self._ranks.items()}
@@ -342,8 +342,8 @@ class Agent:
     ) -> int:
         """Start a rank's process, in a session of its own, in `folder` where this host has it too.
 
-        A rank imports what lies there. So it must be this user's, or of the `owner` over there: in
-        a folder that all can write to, somebody else may have made it.
+        A rank imports files from there. So it must be this user's, or of the `owner` over there: in
+        a folder that all can write to, another user may have made it.
         """
         is_ours = Path(folder).is_dir() and Path(folder).stat().st_uid in {owner, os.getuid()}
         self._forget(rank)
@@ -395,7 +395,7 @@ class Agent:
         self._say("exit", rank=rank, pid=pid, code=code, tail=self._tail(rank), files=files)
 
     def _files(self, rank: int) -> list[Path]:
-        """What this rank has written for the kernel: files whose name ends with its number."""
+        """Files that this rank has written for the kernel: their names end with its number."""
         return [
             path
             for folder in (self._folder, self._folder / "boxes")
@@ -453,7 +453,7 @@ def sweep(folder: str, sessions: dict[int, str | None]) -> None:
 
 
 def end_former(folder: str) -> None:
-    """Let the agent of this folder end its ranks; where it has been killed, end what is left."""
+    """Let the agent of this folder end its ranks; if it was killed, end the ranks that are left."""
     with contextlib.suppress(OSError), connect(folder) as line:
         line.settimeout(FORMER_S)
         line.sendall(b"stop\n")

@@ -24,18 +24,18 @@ import signal
 import sys
 import time
 
-# What the names of agents' folders begin with: they are beside those of runs.
+# The prefix of the names of agents' folders, which are beside those of runs.
 RANKS = "ranks-"
 SWEEPS = 40
 SWEEP_PAUSE_S = 0.05
-# Of the command that ends what is elsewhere. It is run once more, a moment later, if it fails.
+# The limit of the command that ends processes elsewhere; it is run again if it fails.
 COMMAND_DEADLINE_S = 20.0
 COMMAND_PAUSE_S = 1.0
-# Whether somebody else holds a kept run is looked at this often.
+# Seconds between looks at whether another kernel holds a kept run.
 HOLD_POLL_S = 0.25
 # The guardian's exit code where another kernel holds the run now.
 TAKEN = 3
-# As cluster/run_owner.py names them.
+# cluster/run_owner.py has the same names.
 OWNER, DETACHED = "owner.json", "detached.json"
 # Before ranks whose time is over are ended, what they have is saved, if that was asked for.
 SAVE_DEADLINE_S = 1800.0
@@ -132,7 +132,7 @@ def watch_kernel(poller: select.poll, kernel: int) -> int:
 
 
 def run_command(words: list[str]) -> bool:
-    """Run the command that ends what is elsewhere, such as a batch system's job; whether it did."""
+    """Run the command that ends processes elsewhere, such as a batch job; return whether it did."""
     import subprocess  # the one that has no such command starts without it
 
     for pause_s in (COMMAND_PAUSE_S, 0.0):
@@ -149,11 +149,11 @@ def run_command(words: list[str]) -> bool:
 
 
 class Orders:
-    """What the pipe has told so far.
+    """The content of the pipe so far.
 
     Attributes:
         sessions: pid -> start time of the processes to end.
-        command: What ends the part of the run that is elsewhere.
+        command: The command that ends the part of the run that is elsewhere.
         keep_s: How long ranks are kept without a kernel; 0 for not.
         hold: The kernel's mark in owner.json: another one there is another kernel's.
         is_stopped: `stop` was said.
@@ -170,7 +170,7 @@ class Orders:
         self._text = b""
 
     def read(self) -> bool:
-        """Take in what the pipe tells now; False when it has ended or said `stop`."""
+        """Take in the pipe's new lines; return False when it has ended or said `stop`."""
         while True:
             try:
                 chunk = os.read(0, 4096)
@@ -204,17 +204,17 @@ class Orders:
 
 
 def hold_of(run_dir: str) -> str:
-    """The mark of whoever holds a run; empty where that cannot be read."""
+    """The mark of the kernel that holds a run; empty where it cannot be read."""
     return str(owner_of(run_dir).get("hold", ""))
 
 
 def is_held_by_another(run_dir: str, hold: str) -> bool:
-    """Whether the mark of whoever holds a run is another one than this."""
+    """Whether the kernel that holds a run has another mark than this."""
     return hold_of(run_dir) not in {hold, ""}
 
 
 def owner_of(run_dir: str) -> dict[str, object]:
-    """Whoever holds a run, as owner.json has it; empty where that cannot be read."""
+    """The kernel that holds a run, as owner.json has it; empty where that cannot be read."""
     try:
         with open(os.path.join(run_dir, OWNER)) as file:
             return dict(json.load(file))
@@ -252,9 +252,9 @@ def wait(kernel: int, orders: Orders) -> None:
 
 
 def keep(orders: Orders) -> bool:
-    """Let kept ranks go on without a kernel; whether they are to be ended then.
+    """Let kept ranks go on without a kernel; return whether they are to be ended then.
 
-    Not where another kernel holds the run. What says until when they are kept is written down.
+    They are not where another kernel holds the run. A file says until when they are kept.
     """
     if not orders.keep_s or orders.is_stopped:
         return True
@@ -277,9 +277,9 @@ def keep(orders: Orders) -> bool:
 
 
 def outlasts(orders: Orders) -> bool:
-    """Whether a run has ended that a kernel of another machine holds; False if one of this has it.
+    """Wait for the end of a run that another machine's kernel holds; False if one of this has it.
 
-    What it has here, such as its controller, that kernel's own guardian cannot end.
+    That kernel's own guardian cannot end the run's processes here, such as its controller.
     """
     while not is_removed(os.path.join(orders.run_dir, OWNER)):
         if owner_of(orders.run_dir).get("machine", orders.machine) == orders.machine:
@@ -289,7 +289,7 @@ def outlasts(orders: Orders) -> bool:
 
 
 def read_at_end(run_dir: str) -> tuple[list[str], str]:
-    """What is run when kept ranks' time is over, and where its text goes; nothing where nothing."""
+    """The command to run when kept ranks' time is over, and its output file; empty without."""
     for name in ("keep.json", "keep.copy.json"):
         try:
             with open(os.path.join(run_dir, name)) as file:
@@ -301,9 +301,9 @@ def read_at_end(run_dir: str) -> tuple[list[str], str]:
 
 
 def save(orders: Orders) -> bool:
-    """Let another process save what kept ranks have, and end them; whether it holds the run.
+    """Let another process save kept ranks' state and end them; return whether it holds the run.
 
-    What it says is in a file beside the checkpoint.
+    Its output is in a file beside the checkpoint.
     """
     words, path = read_at_end(orders.run_dir)
     if words:
@@ -334,12 +334,12 @@ def open_log(path: str) -> io.TextIOWrapper:
 
 
 def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  # noqa: S108
-    """Remove what was on its way in /dev/shm when processes were killed.
+    """Remove files that were in transit in /dev/shm when processes were killed.
 
     The run's own folders, and torch's files, which a DataLoader's worker removes as soon as it has
     made them: `torch_PID_...`.
     """
-    # As cluster/shm.py names them.
+    # cluster/shm.py has the same names.
     prefix = f"nbdist-{os.getuid()}-{os.path.basename(run_dir)}-"
     of_killed = tuple(f"torch_{pid}_" for pid in killed)
     try:
@@ -374,7 +374,7 @@ def main() -> None:
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]
     orders = Orders(run_dir)
     wait(kernel, orders)
-    # The kernel, if it lives, is told by the exit code; what stays is a child.
+    # The exit code reports to the kernel, if it lives; the process that stays is a child.
     if (orders.is_taken or not keep(orders)) and (os.fork() or not outlasts(orders)):
         sys.exit(TAKEN)
     command = orders.command
@@ -383,7 +383,7 @@ def main() -> None:
         killed |= end_all({}, b"NBDIST_RUN=" + os.fsencode(folder))
         sweep_shm(folder, killed)
         shutil.rmtree(folder, ignore_errors=True)
-    # Not before: what was being started there just now is there, or never will be.
+    # Not before: a process that was just being started there is there now, or never will be.
     is_ended = not command or run_command(command)
     sweep_shm(run_dir, killed)
     if not is_ended:

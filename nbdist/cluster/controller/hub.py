@@ -17,7 +17,7 @@ from ipyparallel.controller import app, heartmonitor
 from ipyparallel.controller.app import IPController
 from zmq.devices import monitoredqueue, monitoredqueuedevice
 
-# What the hub of ipyparallel acts on. It would unpack everything else that passes, what ranks print
+# Messages that ipyparallel's hub acts on. It would unpack all else that passes, output of ranks
 # too, to file it in a database: a third of a millisecond for each message, and there is none.
 HEARD = (b"heartmonitor", b"intask", b"outtask", b"tracktask", b"inbcast", b"outbcast")
 
@@ -76,7 +76,7 @@ class FirstBeats(heartmonitor.HeartMonitor):  # type: ignore[misc]
             self.handle_new_hearts({msg[0]})
 
 
-# Its process, a fork of this one or a process that imports this file, finds the class by this name
+# The hub's process, a fork of this one or one that imports this file, finds the class by this name
 # (ipyparallel 9.2; without the name the hub hears of an engine a beat later).
 heartmonitor.HeartMonitor = FirstBeats
 
@@ -84,9 +84,9 @@ heartmonitor.HeartMonitor = FirstBeats
 def relay(front: Any, back: Any, monitor: Any, from_front: bytes, from_back: bytes) -> None:
     """Pass messages on as pyzmq's monitored_queue does; between two ROUTER sockets whole ones.
 
-    That one takes two frames of each for names and passes on what follows, so that one frame of a
-    stranger takes the next message along. Here a message stays whole, and ZMQ drops one that is
-    for nobody.
+    monitored_queue takes two frames of each for names and passes on the rest, so that one frame of
+    a stranger takes the next message along. Here a message stays whole, and ZMQ drops one that has
+    no receiver.
     """
     if {front.type, back.type} != {zmq.ROUTER}:
         monitoredqueue.monitored_queue(front, back, monitor, from_front, from_back)

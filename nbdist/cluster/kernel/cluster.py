@@ -41,10 +41,10 @@ from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.channel import Channel
 
 STOP_GRACE_S = 2.0
-# What an engine has printed is with the controller, and on its way here, by then.
+# By then an engine's last output is with the controller, and on its way here.
 LAST_WORDS_S = 0.05
 OTHER_STOP_DEADLINE_S = 60.0
-# Of a process of this machine that an engine's lost connection announces, the end is seen by then.
+# By then the end of a local process is seen, which its engine's lost connection announces.
 LOST_S = 1.0
 LOST = "its connection is lost: its process ended, or its host cannot be reached"
 
@@ -101,13 +101,13 @@ class Cluster:
     def attach(
         cls, folder: Path, start: Mapping[str, Any], keep: Keep, world_size: int, deadline_s: float
     ) -> Cluster:
-        """The cluster of a kept run that another kernel has started, or this one has left.
+        """Connect to a kept run that another kernel has started, or this one has left.
 
         Args:
-            folder: The run's, which this kernel holds now.
-            start: What `keep` has written down.
-            keep: As it was before; from now on too.
-            world_size: Of the run's ranks, ended ones too.
+            folder: The run's folder; this kernel holds the run now.
+            start: The content that `keep` has written down.
+            keep: The record of the run as kept until now, and from now on.
+            world_size: The number of the run's ranks, ended ones too.
             deadline_s: For all of it.
 
         Raises:
@@ -147,12 +147,12 @@ class Cluster:
             self.processes.exits[rank] = Exit(rank, None)
 
     def keep(self, seconds: float, start: Mapping[str, Any], keep: Keep) -> None:
-        """Let the ranks go on so long without a kernel, from now on; 0 for not.
+        """From now on let the ranks go on this many seconds without a kernel; 0 for not.
 
         Args:
-            seconds: As long.
-            start: What `attach` needs beside what is known here.
-            keep: What everybody can read of that.
+            seconds: The time without a kernel.
+            start: Values that `attach` needs beside those that the cluster has.
+            keep: The part that every nbdist can read.
 
         Raises:
             StartError: If the run's folder cannot be written.
@@ -178,19 +178,19 @@ class Cluster:
     @property
     def why_gone(self) -> str:
         """Why the ranks are this kernel's no more, as a sentence without its full stop; or ""."""
-        # The guardian tells it only at its next look; until then two kernels would send cells.
+        # The guardian reports it only at its next look; until then two kernels would send cells.
         if not self.taken and self._guard.is_taken:
             self._note_taken()
         return self.taken or run_dir.ended_from_outside(self.run_dir)
 
     def _note_change(self) -> None:
-        """Write down which processes there are, for whoever attaches."""
+        """Write down which processes there are, for a kernel that attaches."""
         if self._keep_s:
             self._cluster.update_cluster_file()
             self._promise_ending(self.engine_set)
 
     def _promise_ending(self, engine_set: RankSet) -> None:
-        """Let whoever ends kept ranks of other hosts without this kernel know how."""
+        """Note the command by which kept ranks of other hosts are ended without this kernel."""
         if (ending := engine_set.ending()) is not None:
             self._guard.promise(ending)
 
@@ -220,7 +220,7 @@ class Cluster:
     def start(self, world_size: int | None, deadline_s: float, progress: Reporter) -> int:
         """Start controller and engines, connect, and wait until all engines have registered.
 
-        Of hosts with agents None are as many ranks as there are places. Returns the number.
+        On hosts with agents None means as many ranks as there are places. Returns the number.
 
         Raises:
             StartError: When a process ends, or after the deadline, naming who is missing.
@@ -324,7 +324,7 @@ class Cluster:
                     self.channel.forget(engine)
 
     def _arrivals(self, engines: Collection[int] | None, world_size: int = 0) -> EngineRegistration:
-        """What to wait for: some engines, or at the start any `world_size` of them."""
+        """The registration to wait for: of some engines, or at the start of any `world_size`."""
 
         def exits() -> dict[int | None, Exit]:
             exits = self.processes.exits.copy()
@@ -334,7 +334,7 @@ class Cluster:
             engine_ids = set() if self.channel is None else set(self.channel.engine_ids)
             if engines is not None:
                 return sorted(engine_ids.intersection(engines))
-            # Of those that join by themselves both is waited for: they do it side by side.
+            # Ranks that join by themselves must both register and join: they do so side by side.
             is_local = self.engine_set.kind == LOCAL
             joined = run_dir.joined_ranks(self.run_dir) if is_local else engine_ids
             return sorted(engine_ids & joined)
@@ -362,7 +362,7 @@ class Cluster:
 
     @property
     def engine_set(self) -> RankSet:
-        """What has started the engines, and speaks for their hosts."""
+        """The launcher that has started the engines, and speaks for their hosts."""
         return self.processes.engine_set
 
     def restart_engines(
@@ -375,9 +375,9 @@ class Cluster:
     ) -> None:
         """Put new processes in the place of engines, under the same engine ids.
 
-        A living one is killed, with all processes of its session. Whatever goes wrong, none is
-        left half started, also where it cannot be written down: `exits` tells of those that are not
-        there. Of the local profile alone,
+        A living one is killed, with all processes of its session. After any failure no engine is
+        left half started, also where the change cannot be written down: `exits` lists the missing
+        ones. Only for the local profile,
         where the engine's id is its rank. `check` is called often, and may raise to break off.
 
         Raises:
@@ -400,7 +400,7 @@ class Cluster:
             self._note_change()
         except BaseException:
             self.processes.end_engines(engines)
-            # The first error is told. Whoever attaches leaves out processes that have ended.
+            # The first error is raised. A kernel that attaches leaves out ended processes.
             with contextlib.suppress(StartError):
                 self._note_change()
             raise
@@ -413,7 +413,7 @@ class Cluster:
         assert self.channel is not None
         for engine in engines:
             self.processes.kill(engine)
-        # `_forget` tells the controller. An id that is still registered would be given to nobody.
+        # `_forget` reports to the controller. It gives no engine an id that is still registered.
         while registered := sorted(set(engines).intersection(self.channel.engine_ids)):
             check()
             if time.monotonic() > end_s:
@@ -432,7 +432,7 @@ class Cluster:
     def restart_controller(self, deadline_s: float) -> None:
         """Put a new controller in the place of one that has ended; engines keep all they have.
 
-        The channel is a new one. Engines connect again by themselves a moment later: what is sent
+        The channel is a new one. Engines connect again by themselves a moment later: a message
         to one before that is lost.
 
         Raises:
@@ -529,7 +529,7 @@ class Cluster:
     def _stop_other(self, coroutine: Any, what: str) -> None:
         """Let the launcher of another cluster end its own, or say that it did not.
 
-        It does not raise: whoever stops may be about to raise why.
+        It does not raise: the caller may be about to raise the reason for the stop.
         """
         try:
             run_in_loop(coroutine, OTHER_STOP_DEADLINE_S)

@@ -1,7 +1,7 @@
 """A new controller in the place of one that has ended: the same ports, key and engines.
 
-The engines' sockets connect again by themselves, so nothing on a rank is lost. What ipyparallel
-needs for it are its connection files and its list of engines; of both a copy is kept here, as
+The engines' sockets connect again by themselves, so nothing on a rank is lost. For this
+ipyparallel needs its connection files and its list of engines; a copy of both is kept here, as
 a controller that ends by a signal it can handle removes its connection files.
 """
 
@@ -19,13 +19,13 @@ import zmq
 from nbdist.core.host import is_loopback
 from nbdist.errors import StartError
 
-# Read back what was written by the controller before, instead of choosing ports and a key.
+# Read back the earlier controller's files, instead of choosing ports and a key.
 AGAIN = ("--IPController.reuse_files=True", "--IPController.restore_engines=True")
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What a later controller has to have in common with the first.
+    """The files that a later controller has to have in common with the first.
 
     Attributes:
         files: The connection files with their text; the key is in it.

@@ -1,4 +1,4 @@
-"""The kernel's side of the guardian: started first, told of every process, closed last."""
+"""The kernel's side of the guardian: started first, given every process, closed last."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Guard:
     """
 
     def __init__(self, run_dir: Path):
-        """Start the guardian; what is noted of a run that is there already, it is told."""
+        """Start the guardian, and give it the notes of a run that is there already."""
         self.on_taken: Callable[[], object] = lambda: None
         self._run_dir = run_dir
-        # With their start times: told to a later guardian, a pid alone may be a stranger's.
+        # With start times: by then a pid alone, given to a later guardian, may be a stranger's.
         self._pids = list(cluster_run_dir.pids(run_dir).items())
         self._command = tuple(cluster_run_dir.command(run_dir))
         self._keep: tuple[float, str] = 0.0, ""
@@ -45,7 +45,7 @@ class Guard:
 
     @property
     def is_taken(self) -> bool:
-        """Whether another kernel holds the run, which the guardian tells a moment later."""
+        """Whether another kernel holds the run; the guardian reports it with a delay."""
         seconds, hold = self._keep
         return bool(seconds) and is_held_by_another(str(self._run_dir), hold)
 
@@ -57,9 +57,9 @@ class Guard:
             self._tell(*self._pids[-1])
 
     def promise(self, command: Sequence[str]) -> None:
-        """Let this command end what is elsewhere when the kernel goes; none for nothing any more.
+        """Let this command end processes elsewhere when the kernel goes; empty for no command.
 
-        It is noted in the run's folder too, for whoever ends the run from outside.
+        It is noted in the run's folder too, for a process that ends the run from outside.
         """
         with self._lock:
             self._command = tuple(command)
@@ -67,13 +67,13 @@ class Guard:
             self._tell_command()
 
     def keep(self, seconds: float, hold: str) -> None:
-        """Let the ranks go on so long without a kernel; 0 for not. `hold` is this kernel's mark."""
+        """Let the ranks go on this many seconds without a kernel; 0 for not. `hold` is our mark."""
         with self._lock:
             self._keep = seconds, hold
             self._tell_keep()
 
     def leave(self) -> None:
-        """Leave the ranks to the guardian, who keeps them as it was told."""
+        """Leave the ranks to the guardian, which keeps them as `keep` has set."""
         with self._lock:
             self._is_closing = True
             assert self._process.stdin is not None

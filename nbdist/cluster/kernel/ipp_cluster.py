@@ -26,7 +26,7 @@ from nbdist.core import host
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError, StartError
 
-# What Linux (108) and macOS allow of a socket's name, and what the controller adds to its folder's.
+# The longest socket name of Linux (108) and macOS, and the part that the controller adds to it.
 LONGEST_ADDRESS = 103
 SOCKET_NAME_BYTES = len(":12345678")
 ENABLE_CURVE = "--IPController.enable_curve=True"
@@ -124,7 +124,7 @@ def _name_controller(config: Config) -> None:
 
 
 def logger(run_dir: Path) -> logging.Logger:
-    """What ipyparallel has to say goes into a file of the run."""
+    """The logger of ipyparallel, which writes into a file of the run."""
     log = logging.getLogger(f"nbdist.cluster.{run_dir.name}")
     log.addHandler(logging.FileHandler(run_dir / "cluster.log", delay=True))
     log.propagate = False
@@ -156,7 +156,7 @@ def mark(config: Config, run_dir: Path) -> None:
 
 
 def kind_of(config: Config) -> str:
-    """Who starts a profile's ranks, as RankSet has it.
+    """The kind of launcher that starts a profile's ranks, as RankSet has it.
 
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
@@ -196,8 +196,8 @@ def listen(config: Config, hosts: Sequence[str] = (), *, is_kept: bool = False) 
     signs messages but leaves them readable on the wire.
 
     Args:
-        config: The profile's, which is changed.
-        hosts: Those that will have engines, as far as they are known; names or addresses, also
+        config: The profile's settings, which are changed.
+        hosts: Hosts that will have engines, as far as they are known; names or addresses, also
             with `user@`.
         is_kept: Another notebook may take the ranks over, from another host: the controller then
             listens for notebooks where it does for engines.
@@ -234,7 +234,7 @@ def _reaches_out(config: Config) -> bool:
 def use_folder(config: Config, run_dir: Path) -> None:
     """Let the controller of ranks of this machine listen in the run's folder, not on ports.
 
-    Whoever connects to a port needs no key to stop it; the folder is this user's alone. A profile
+    A process that reaches a port can stop it without a key; the folder is this user's alone. A profile
     that says itself where the controller listens, or has another one, is left as it is, and so is
     a folder whose name is too long for a socket's.
     """
@@ -254,11 +254,11 @@ def use_folder(config: Config, run_dir: Path) -> None:
 
 
 def open_traffic(plan: Topology, ports: Sequence[OpenPort], *, is_encrypted: bool) -> str:
-    """What others could read or send between several hosts; empty where no port leads out.
+    """A warning on traffic that others could read or send; empty where no port leads out.
 
     Args:
-        plan: Of more than one host.
-        ports: Of all ranks, beyond the loopback.
+        plan: Ranks of more than one host.
+        ports: Open ports of all ranks, beyond the loopback.
         is_encrypted: Whether the controller has CURVE.
     """
     if not ports:

@@ -1,7 +1,7 @@
 """ipyparallel's own launchers (mpiexec, batch systems, users' profiles), and what they leave out.
 
 They start ranks as their profile says. nbdist adds what a profile leaves open, asks for what they
-do not tell, and never lets an error of theirs hide an earlier one.
+do not report, and never lets an error of theirs hide an earlier one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel.launchers.rank_set import RankSet
 from nbdist.errors import OptionError, StartError
 
-# Less than what a stop waits for the loop in which these commands run.
+# Less than a stop waits for the loop in which these commands run.
 COMMAND_DEADLINE_S = 50.0
 STATE_DEADLINE_S = 10.0
 # A lost rank is known after 5 to 6 s; ipyparallel's own 3000 ms x 10 take 35 s.
@@ -58,10 +58,10 @@ class KeptOutput:
     _written = ""
 
     def get_output(self, remove: bool = False) -> str:
-        """What the processes have written past their cells; of a removed file the text is kept.
+        """The processes' output outside of cells; the text of a removed file is kept.
 
         ipyparallel's own raises for bytes that are no UTF-8. It is called when the process has
-        ended, before those who wait for that: they would never be told.
+        ended, before waiters are notified: an error here would leave them waiting.
         """
         path = Path(self.output_file)
         with contextlib.suppress(FileNotFoundError):
@@ -74,7 +74,7 @@ class KeptOutput:
 class DistantController(ControllerLauncher):  # type: ignore[misc]
     """A controller of another machine: this kernel reaches it by its files, and cannot end it."""
 
-    # Of the other machine; kept for a kernel there.
+    # The pid on the other machine; it is kept for a kernel there.
     pid = Integer(-1).tag(to_dict=True)
     output_file = Unicode().tag(to_dict=True)
 
@@ -86,7 +86,7 @@ class DistantController(ControllerLauncher):  # type: ignore[misc]
 
 
 def complete(config: Config) -> None:
-    """Let lost ranks be told after some seconds, unless the profile sets heartbeats itself."""
+    """Let lost ranks be reported after some seconds, unless the profile sets heartbeats itself."""
     if "HeartMonitor" in config:
         return
     given = controller_args(config)
@@ -95,7 +95,7 @@ def complete(config: Config) -> None:
 
 
 def controller_args(config: Config) -> list[str]:
-    """What a profile lets the controller be started with."""
+    """The arguments with which a profile starts the controller."""
     given = config.Cluster.get("controller_args", [])
     # No list: the profile has only appended to the default.
     return list(given if isinstance(given, list) else given.get_value([]))
@@ -135,7 +135,7 @@ def _unstarted(launcher: type, config: Config) -> Any:
 
 
 def check_command(config: Config, launchers: Sequence[type], profile: str) -> None:
-    """Find the commands by which a profile starts its processes.
+    """Find the commands that start a profile's processes.
 
     Raises:
         StartError: If one is not on this machine; nothing has been started.
@@ -153,12 +153,12 @@ def check_command(config: Config, launchers: Sequence[type], profile: str) -> No
 
 
 def watched(launcher: type) -> type:
-    """The launcher; of mpiexec and batch systems one that keeps their output.
+    """The launcher; for mpiexec and batch systems a subclass that keeps their output.
 
-    Commands of a batch system get a deadline, and what they say on stderr is in their error. That
+    Commands of a batch system get a deadline, and their stderr is in their error. That
     overrides the private `_run_command`, as ipyparallel lets stderr go wherever the notebook's
     goes, and waits for ever. (ipyparallel 9.2; held by tests/cluster/test_ipp_launchers.py.)
-    Without it only the exit status is told.
+    Without it the error has only the exit status.
     """
     is_known = issubclass(launcher, (BatchSystemLauncher, MPILauncher))
     if not is_known or issubclass(launcher, KeptOutput):
@@ -177,7 +177,7 @@ def watched(launcher: type) -> type:
 
     run_original: Any = getattr(launcher, "_run_command", None)
     members = {} if run_original is None else {"_run_command": run_command}
-    # By the same name, by which profiles configure it.
+    # It keeps its name: profiles configure it by that.
     return type(launcher.__name__, (KeptOutput, launcher), members)
 
 
@@ -191,7 +191,7 @@ def rank_set(launcher: type) -> type:
 
 
 def explain(error: Exception) -> str:
-    """What a launcher raised, with what its command has said."""
+    """A launcher's error, with the output of its command."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"`{_line(error.cmd)}` did not end in {error.timeout:g} s."
     if not isinstance(error, subprocess.CalledProcessError):
@@ -212,7 +212,7 @@ def has_job(launcher: Any) -> bool:
 
 
 def output(started: Any) -> str:
-    """What mpiexec or a batch system's job has written, as far as it is on this machine."""
+    """The output of mpiexec or of a batch system's job, as far as it is on this machine."""
     return started.get_output() if isinstance(started, KeptOutput) else ""
 
 
@@ -224,7 +224,7 @@ def last_words(started: Any) -> str:
 
 
 def state(config: Config, engine_set: Any) -> str:
-    """What the batch system says of the job now, with its command; empty without one."""
+    """The batch system's word on the job now, with its command; empty without one."""
     job = getattr(engine_set, "job_id", "")
     commands = [c for kind, c in STATE_COMMANDS.items() if isinstance(engine_set, kind)]
     command = config.Nbdist.get("state_command") or (commands[0] if commands else None)
@@ -246,7 +246,7 @@ def state(config: Config, engine_set: Any) -> str:
 
 
 def notes(config: Config, engine_launcher: type) -> list[str]:
-    """What is to be said of a profile at the start: what it cannot do, and what it says itself."""
+    """Notes on a profile at the start: what it cannot do, and what it says itself."""
     return [
         ENDS_ALL if issubclass(engine_launcher, MPILauncher) else "",
         str(config.Nbdist.get("note", "")),
