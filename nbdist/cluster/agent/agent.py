@@ -127,7 +127,7 @@ class KernelLink:
         writer: BinaryIO,
         close: Callable[[], object],
     ):
-        """Put lines that are read into the inbox, as (kind, (this, content)), and at last the end."""
+        """Put each line read into the inbox, as (kind, (this, content)), and at last the end."""
         self._inbox, self._reader, self._writer, self._close = inbox, reader, writer, close
         # A kernel that reads no more, or a network that is cut, must not hold the agent up.
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -234,9 +234,9 @@ def _reaches_out(config: Config) -> bool:
 def use_folder(config: Config, run_dir: Path) -> None:
     """Let the controller of ranks of this machine listen in the run's folder, not on ports.
 
-    A process that reaches a port can stop it without a key; the folder is this user's alone. A profile
-    that says itself where the controller listens, or has another one, is left as it is, and so is
-    a folder whose name is too long for a socket's.
+    A process that reaches a port can stop it without a key; the folder is this user's alone. A
+    profile that says itself where the controller listens, or has another one, is left as it is,
+    and so is a folder whose name is too long for a socket's.
     """
     address = f"{run_dir}/c"
     args = ipp_launchers.controller_args(config)
