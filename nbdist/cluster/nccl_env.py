@@ -1,7 +1,7 @@
-"""What torch's NCCL backend must be told so that a hung call can be aborted and the rank lives.
+"""Settings of torch's NCCL backend with which a hung call can be aborted and the rank lives.
 
 By default torch ends a process whose NCCL call takes too long: right for a job of hours on many
-machines, wrong in a notebook, where the variables are what is to be saved. The table is from the
+machines, wrong in a notebook, where the variables are to be saved. The table is from the
 documentation and the source of torch 2.11 to 2.13.
 """
 
@@ -22,9 +22,9 @@ class Variable:
     """One environment variable of torch's NCCL backend.
 
     Attributes:
-        name: As torch reads it first.
-        value: What ranks get; None if they get nothing and the default is what is needed.
-        reason: What it does to a rank, as the end of "with another value ...".
+        name: The name that torch reads first.
+        value: The value for ranks; None if they get none because the default is right.
+        reason: Its effect on a rank, as the end of "with another value ...".
         older: Names that torch also reads.
         breaks_abort: With another value a hung call cannot be aborted with the rank alive.
         is_exact: torch takes this value alone, and none that means the same.

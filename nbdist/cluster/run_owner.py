@@ -1,4 +1,4 @@
-"""A run of ranks as its folder tells of it: whose it is, and whether that notebook still lives."""
+"""A run of ranks as its folder describes it: whose it is, and whether that notebook still lives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbdist.core.host import Machine
 # The files of a run's folder that say whose it is, for how long its ranks are kept without a
 # notebook, and since when they have none.
 FILE, KEEP, DETACHED = "owner.json", "keep.json", "detached.json"
-# The same again, read where the first is damaged: what is not kept any more is removed.
+# A copy, read where the first is damaged: a run that seems not to be kept is removed.
 KEEP_COPY = "keep.copy.json"
 
 # A guardian ends ranks this long after their time at the latest, but while it saves.
@@ -31,10 +31,10 @@ class RunOwner:
 
     Attributes:
         start: When it started, in clock ticks: a pid that was used again differs in it. Empty
-            where the system does not tell.
+            where the system does not say.
         since_s: When it made the run, in Unix time.
-        where: Its notebook, or the folder that it worked in.
-        hold: A mark of its own for each time that a kernel takes the run.
+        where: The kernel's notebook, or the folder that it worked in.
+        hold: A new mark for each time that a kernel takes the run.
     """
 
     pid: int
@@ -84,7 +84,7 @@ class Detachment:
     """Since when a run has no notebook, and until when its ranks go on, in Unix time.
 
     Attributes:
-        pid: Of the guardian that ends them then.
+        pid: The guardian that ends them then.
     """
 
     since_s: float
@@ -102,19 +102,19 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was found of one run.
+    """The state and the remains of one run.
 
     Attributes:
         state: RUNNING; STOPPED (by `nbdist stop`, and its notebook lives); KEPT (without its
             notebook); DEAD; ELSEWHERE (another host's or container's); UNKNOWN (nobody is written
             down as its owner).
-        hosts: Of each rank; empty before they are up.
-        processes: Those of this machine, in order of their pids; a living kernel and its guardian
+        hosts: The host of each rank; empty before they are up.
+        processes: Processes of this machine, by pid; a living kernel and its guardian
             are not among them.
-        shm_files: In /dev/shm, of this run and nobody else; only looked for where it is dead.
+        shm_files: Files in /dev/shm of this run alone; only looked for where it is dead.
         has_folder: The folder is there; processes alone may be left of a run.
-        keep: Of ranks that outlive their notebook.
-        detachment: Of those that have.
+        keep: How ranks are kept that outlive their notebook.
+        detachment: Since when they are without it.
     """
 
     folder: str
@@ -136,7 +136,7 @@ class Run:
 def state(owner: RunOwner | None, here: Machine, start_now: str | None) -> str:
     """Whether a run's kernel lives: RUNNING, DEAD, ELSEWHERE or UNKNOWN.
 
-    What cannot be told for certain is never DEAD: dead runs are removed. `start_now` is when the
+    A run whose state is not certain is never DEAD: dead runs are removed. `start_now` is when the
     process that has the owner's pid here started, None without one, empty where the system does not
     tell.
     """
@@ -156,7 +156,7 @@ def is_kept(
 ) -> bool:
     """Whether a run's ranks go on though its kernel has gone; `now_s` in Unix time.
 
-    Of a kernel on another machine that is known once the guardian there has written it down.
+    For a kernel on another machine this is known once the guardian there has written it down.
     """
     if keep is None or not keep.keep_s:
         return False

@@ -20,7 +20,7 @@ REMEDY = (
 
 
 def folder_prefix(uid: int, run: str) -> str:
-    """What the names of a run's folders in /dev/shm begin with; `run` is that of its run folder.
+    """The prefix of a run's folders in /dev/shm; `run` is the name of its run folder.
 
     cluster/agent/guardian.py, which imports nothing, has the same.
     """
@@ -31,7 +31,7 @@ def check(free_bytes: int, total_bytes: int, world_size: int, *, uses_nccl: bool
     """A warning where /dev/shm is small, empty where it is large enough.
 
     Raises:
-        StartError: If the ranks cannot work with what is free.
+        StartError: If the ranks cannot work with the free space.
     """
     per_rank = NEEDED_NCCL_BYTES_PER_RANK if uses_nccl else NEEDED_BYTES_PER_RANK
     needed = per_rank * world_size

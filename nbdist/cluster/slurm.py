@@ -41,11 +41,11 @@ NO_TIME_LEFT = ("INVALID", "NOT_SET", "N/A", "")
 
 @dataclass(frozen=True, slots=True)
 class SlurmOptions:
-    """What a job is asked for, beside its ranks; empty for Slurm's own defaults.
+    """Options of a job, beside its ranks; empty for Slurm's own defaults.
 
     Attributes:
         gpus_per_node: Ranks of a host, each with a GPU; None for ranks on CPUs.
-        time: As `sbatch --time` takes it: "2:00:00", "1-0" or minutes.
+        time: The value of `sbatch --time`: "2:00:00", "1-0" or minutes.
         sbatch: More words for sbatch, as typed in a shell; they win, but for the job's name.
     """
 
@@ -71,7 +71,7 @@ class Job:
         priority: A higher one starts first.
         left_s: Until its time limit; inf without one.
         start: When it starts or has started, in local time (2026-11-23T14:43:36); "N/A" if unknown.
-        hosts: As Slurm writes them, n[1-2]; empty as long as it has none.
+        hosts: Slurm's list, n[1-2]; empty as long as the job has none.
     """
 
     number: int
@@ -98,7 +98,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """What a job has of one host.
+    """A job's share of one host.
 
     Attributes:
         cpus, gpus: How many; 0 GPUs where it has none there.
@@ -111,13 +111,13 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What sinfo tells of hosts of one kind in one partition.
+    """A line of sinfo: hosts of one kind in one partition.
 
     Attributes:
-        counts: Of its hosts: in use, free, out of order, all.
+        counts: Numbers of hosts: in use, free, out of order, all.
         gres: Slurm's word for what a host has beside CPUs, such as gpu:8; "(null)" without.
         job_hosts: How many hosts a job may have: "1-infinite".
-        time_limit: Of one job: "infinite", "10:00".
+        time_limit: The limit of one job: "infinite", "10:00".
     """
 
     name: str
@@ -215,7 +215,7 @@ def jobs(text: str) -> list[Job]:
 def seconds(text: str) -> float:
     """A duration as Slurm writes it: 59:12, 2:00:00, 1-02:03:04; inf for UNLIMITED.
 
-    nan where Slurm cannot tell.
+    nan where Slurm does not know.
     """
     if text == "UNLIMITED":
         return math.inf
@@ -252,7 +252,7 @@ def place(job: Job, pending: Iterable[Job]) -> tuple[int, int]:
 
 
 def waiting(job: Job, pending: Iterable[Job]) -> str:
-    """What a pending job waits for, for the line of progress."""
+    """The reason why a job is pending, for the line of progress."""
     if job.state != "PENDING":
         return f"Slurm job {job.number} is {job.state} on {job.hosts or 'no host yet'}"
     place_in, of = place(job, pending)
@@ -265,7 +265,7 @@ def waiting(job: Job, pending: Iterable[Job]) -> str:
 
 
 def shares(text: str, expand: Mapping[str, Sequence[str]]) -> tuple[HostShare, ...]:
-    """What a job has of each host, in Slurm's order, by `scontrol --details --oneliner show job`.
+    """Shares of a job's hosts in Slurm's order, from `scontrol --details --oneliner show job`.
 
     `expand` gives the hosts of each host list in it; `host_lists` says which are needed.
     """

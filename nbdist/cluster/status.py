@@ -1,4 +1,4 @@
-"""What one rank does at one moment."""
+"""The state of one rank at one moment."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class RankStatus:
 
     Attributes:
         state: "idle", "running cell [12]" or "ended (signal SIGKILL)".
-        memory_bytes: By kind (resident, allocated, reserved); empty while it is busy.
-        busy_s: How long it has been running; 0 when it is not.
-        stack: Its threads' Python stacks, main thread first; empty unless they were asked for.
+        memory_bytes: Memory by kind (resident, allocated, reserved); empty while the rank is busy.
+        busy_s: How long its cell has been running; 0 when it is idle.
+        stack: Python stacks of its threads, main thread first; empty unless they were asked for.
     """
 
     rank: int

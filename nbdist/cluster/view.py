@@ -44,7 +44,7 @@ def _sharing(topology: Topology) -> str:
 
 
 def start_view(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> View:
-    """What %dist_init prints: every rank's host, device, backend and threads, and why."""
+    """The output of %dist_init: every rank's host, device, backend and threads, and why."""
     rows = [
         [
             str(place.rank),
@@ -64,20 +64,20 @@ def start_view(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) 
 
 
 def restart_view(ranks: Sequence[int], elapsed_s: float, notes: Sequence[str]) -> View:
-    """What %dist_restart prints: who is back, and what is missing there."""
+    """The output of %dist_restart: the ranks that are back, and what is missing there."""
     head = f"{ranks_are(ranks)} back after {units.seconds(elapsed_s)}, groups rejoined"
     lines = [head, *notes]
     return View("\n".join(lines), lines_html(lines))
 
 
 def attach_view(topology: Topology, states: Status, elapsed_s: float, notes: Sequence[str]) -> View:
-    """What %dist_attach prints: what every rank does, and its memory."""
+    """The output of %dist_attach: what every rank does, and its memory."""
     head = f"{ranks_and_hosts(topology)}, attached in {units.seconds(elapsed_s)}"
     return _states(topology, states, head, [*notes, *states.waits])
 
 
 def status(topology: Topology, states: Status, running_s: float, mode: str) -> View:
-    """What %dist_status prints: what every rank does, its memory, and who waits for whom."""
+    """The output of %dist_status: what every rank does, its memory, and who waits for whom."""
     backend = shown(topology.backend)
     head = f"{ranks_and_hosts(topology)}, {backend}, up for {units.seconds(running_s)}"
     view = _states(topology, states, head, [*states.waits, f"plain cells run {mode}"])

@@ -45,7 +45,7 @@ class Attached:
     """A kept run that this kernel holds now.
 
     Attributes:
-        options: Those of its start.
+        options: The options of the run's start.
         since_s: When that was, in Unix time.
         generation: How often its groups have been made anew.
         run: The number of its newest cell.
@@ -70,7 +70,7 @@ def keep(
     save: str,
     since_s: float,
 ) -> None:
-    """Let ranks go on so long without this kernel; they were started at `since_s`, in Unix time.
+    """Let ranks go on for a time without this kernel; they were started at `since_s`, in Unix time.
 
     `save` is where a checkpoint is written when their time is over; empty for none.
 
@@ -154,7 +154,7 @@ def check(run: Run, *, takes: bool) -> None:
     Raises:
         AlreadyRunning: If its notebook lives, unless this `takes` it.
         StartError: If it is of another version, or its ranks are on another machine.
-        NbdistError: If nobody keeps it any more.
+        NbdistError: If it is not kept any more.
     """
     assert run.keep is not None
     owner = run.owner
@@ -180,7 +180,7 @@ def check(run: Run, *, takes: bool) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the run's lock: two kernels that attach at the same moment are told of each other."""
+    """Hold the run's lock: of two kernels that attach at the same moment, one gets an error."""
     with (folder / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,7 +194,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def attach(run: Run, *, takes: bool = False, keep: Keep | None = None) -> Attached:
     """Hold a kept run in this kernel; `takes` it from the kernel that holds it.
 
-    `keep` is how it is kept from now on, even if it cannot be reached; None for as before.
+    `keep` holds from now on, even if the run cannot be reached; None changes nothing.
 
     Raises:
         AlreadyRunning, StartError, NbdistError: See `check` and `Cluster.attach`. Its ranks go on.
@@ -241,9 +241,9 @@ def _check_place(run: Run, start: Mapping[str, Any]) -> None:
 
 
 def _answers(channel: Channel, ranks: Sequence[int]) -> dict[int, Any]:
-    """What ranks answer within ANSWER_S.
+    """Return the ranks' answers that come within ANSWER_S.
 
-    They are asked again and again: a new controller loses what is for a rank that has not found it.
+    Ranks are asked repeatedly: a new controller loses messages to a rank that has not found it.
     """
     asked: dict[Future[Any], int] = {}
     answers: dict[int, Any] = {}

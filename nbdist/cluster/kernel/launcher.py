@@ -25,7 +25,7 @@ from nbdist.cluster.kernel.launchers.rank_set import LOCAL, RankSet
 from nbdist.cluster.kernel.rank_server import RankServer, ServerError
 from nbdist.errors import StartError
 
-# What an engine runs as soon as the controller knows of it, before anything is asked of it.
+# An engine runs this as soon as the controller knows of it, before any request.
 JOIN = "__import__('nbdist.engine.early_join', fromlist=['join_when_ready']).join_when_ready()"
 ENGINE_PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "__main__.py"
 CONTROLLER_PROGRAM = Path(__file__).resolve().parents[1] / "controller" / "hub.py"
@@ -46,7 +46,7 @@ def _fork(launcher: LocalProcessLauncher, server: RankServer, who: str) -> int:
         raise StartError(f"{who} could not be forked: {error}") from error
     launcher.pid = launcher.process.pid
     launcher.notify_start(launcher.pid)
-    # What its start does after Popen (ipyparallel 9.2): it calls notify_stop in the loop.
+    # ipyparallel 9.2's start does the same after Popen: it calls notify_stop in the loop.
     launcher._start_waiting()  # noqa: SLF001
     return int(launcher.pid)
 
@@ -111,7 +111,7 @@ class ForkedEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
     async def stop(self) -> None:
         """Stop the engines, and let the server end.
 
-        Here too: a program whose event loop does not run is not told of its engines' ends.
+        Here too: a program whose event loop does not run does not hear of its engines' ends.
         """
         await super().stop()
         self._release()
@@ -141,7 +141,7 @@ class RankEngineLauncher(KeptOutput, ForkedEngineLauncher):
             f"--IPEngine.url_file={url_file}",
             # Otherwise it would end some time after the controller has. The guardian ends it.
             "--IPEngine.max_heartbeat_misses=0",
-            # A process that would only tell the controller of the engine's end: Cluster does.
+            # A process that would only report the engine's end to the controller: Cluster does.
             "--IPEngine.enable_nanny=False",
             f"--IPEngine.startup_command={JOIN}",
         ]
@@ -167,7 +167,7 @@ class RankEngineSetLauncher(LocalEngineSetLauncher, RankSet):  # type: ignore[mi
         # The key is in the connection file, which only this user can read. In the
         # environment user code would hand it to every child process.
         self.environment.pop("IPP_CONNECTION_INFO", None)
-        # Of engines that are started now in the place of others.
+        # Variables of engines that are started now in the place of others.
         self.again_environment: Mapping[str, str] = {}
         # What forks engines; None where each is a process that imports everything itself.
         self.server: RankServer | None = None
@@ -178,7 +178,7 @@ class RankEngineSetLauncher(LocalEngineSetLauncher, RankSet):  # type: ignore[mi
         return super().start(n)
 
     def take_notes(self) -> list[str]:
-        """What there is to say of the process that has forked the ranks, once."""
+        """Report an end of the process that has forked the ranks, once."""
         end = "" if self.server is None else self.server.end
         if not end:
             return []
@@ -198,7 +198,7 @@ class RankEngineSetLauncher(LocalEngineSetLauncher, RankSet):  # type: ignore[mi
         return [str(entry) for entry in json.loads(notebook.read_text())["sys_path"]]
 
     async def start_one(self, rank: int, environment: Mapping[str, str]) -> RankEngineLauncher:
-        """Start the engine of one rank again, whose process has ended, with more variables.
+        """Start again one rank's engine, whose process has ended, with more variables.
 
         Only in the loop in which the others were started: the end of a process is noticed there.
         """
@@ -234,14 +234,14 @@ class RankEngineSetLauncher(LocalEngineSetLauncher, RankSet):  # type: ignore[mi
         return engine
 
 
-# What torch calls the levels of its own checks; "off" leaves the notebook's environment alone.
+# torch's names for the levels of its checks; "off" leaves the notebook's environment alone.
 DEBUG_LEVELS = {"off": "", "info": "INFO", "detail": "DETAIL"}
 
 
 def local_environment(
     run_dir: Path, world_size: int, threads: int, debug: str = "off"
 ) -> dict[str, str]:
-    """What all ranks of one machine share, each with so many threads; debug: of DEBUG_LEVELS.
+    """The variables that all ranks of one machine share; `debug` is a key of DEBUG_LEVELS.
 
     OMP_NUM_THREADS and NCCL's variables of the notebook win. Gloo's sockets stay on the loopback
     interface: they have no authentication.

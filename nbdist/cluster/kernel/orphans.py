@@ -26,7 +26,7 @@ POLL_S = 0.02
 
 
 def clean() -> tuple[str, ...]:
-    """End and remove what dead runs of this user have left; what was done, a line each.
+    """End and remove what dead runs of this user have left; return a line for each act.
 
     Runs whose notebook lives, or whose owner is not known for certain, are left alone.
     """
@@ -38,9 +38,9 @@ def clean() -> tuple[str, ...]:
 
 
 def clean_after(kernel: Process, deadline_s: float) -> tuple[str, ...]:
-    """End and remove what one kernel that has ended has left; what was done, a line each.
+    """End and remove what one kernel that has ended has left; return a line for each act.
 
-    Its guardian has `deadline_s` to do the same, and usually leaves nothing to be done here.
+    The kernel's guardian has `deadline_s` to do the same, and usually leaves nothing to do.
     """
     end_s = time.monotonic() + deadline_s
     while (folders := runs.folders_of(kernel)) and time.monotonic() < end_s:
@@ -50,13 +50,13 @@ def clean_after(kernel: Process, deadline_s: float) -> tuple[str, ...]:
 
 
 def remove(run: Run) -> list[str]:
-    """End and remove what a run without a notebook has on this machine; what was done."""
+    """End and remove what a run without a notebook has here; return a line for each act."""
     ended, remaining = _end(run, END_DEADLINE_S)
     lines = []
     if ended:
         lines.append(f"ended {_processes(ended)} of {run.folder}")
     if remaining:
-        # Its folder tells whose they are: it has to stay as long as they do.
+        # The run's folder says whose they are: it has to stay as long as they do.
         return [*lines, f"could not end {_processes(remaining)} of {run.folder} (uninterruptible?)"]
     folder = Path(run.folder)
     if command := run_dir.command(folder):
@@ -115,8 +115,8 @@ def _lives(process: Process) -> bool:
 def _end(run: Run, deadline_s: float) -> tuple[list[Process], list[Process]]:
     """(ended, left): kill until nothing is found twice, as a dying process may just be forking.
 
-    What was found once is known afterwards by pid and start time, though its session's leader has
-    ended and nothing tells any more whose it was.
+    A process found once is recognised later by pid and start time, though its session's leader
+    has ended and nothing else says whose it was.
     """
     end_s = time.monotonic() + deadline_s
     processes = dict.fromkeys(run.processes)
@@ -140,7 +140,7 @@ def send(process: Process, number: signal.Signals) -> bool:
             return True
         descriptor = os.pidfd_open(process.pid)
         try:
-            # From here on the descriptor is this process's, whoever may get its pid later.
+            # From here on the descriptor means this process, even if another gets its pid later.
             if guardian.start_ticks(process.pid) == process.start:
                 signal.pidfd_send_signal(descriptor, number)
                 return True

@@ -1,4 +1,4 @@
-"""What the kernel can see of a rank's process, alive or ended: of another host what was sent."""
+"""The kernel's view of a rank's process, alive or ended; of another host's, the files it sent."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def _oom_counts(groups: Sequence[MemoryGroup]) -> OomCounts:
 
 
 class Postmortem:
-    """What has to be read while a rank lives to be able to tell how it ended."""
+    """Counts read while a rank lives, which later show how it ended."""
 
     def __init__(self, run_dir: Path, rank: int, pid: int | None):
-        """Read the system's counts. Once the rank is started; None is a rank of another host.
+        """Read the system's counts, once the rank is started; `pid` is None on another host.
 
-        What that one has left its agent has put into the run's folder before its end is told.
+        An agent puts the files of such a rank into the run's folder before it reports the end.
         """
         self._run_dir = run_dir
         self._rank = rank
         self._is_here = pid is not None
         # Where the system counts what it kills for memory: the process's group and those above
-        # it. Of a living process: its control group is gone with it.
+        # it. Read while it lives: its control group is gone with it.
         groups = [] if pid is None else memory_groups(pid)
         groups = [group for group in groups if group.oom_kills() is not None]
         self._groups = tuple(group for group in groups if group.version == groups[0].version)
@@ -75,7 +75,7 @@ def cells_of(run_dir: Path, rank: int) -> dict[str, int]:
 def dump_stack(run_dir: Path, rank: int, pid: int, deadline_s: float) -> str:
     """A rank's stacks by a signal, for one that does not answer: its C code holds the GIL.
 
-    As `stacks` gives them, without source lines and thread names. Empty where the rank is not
+    The form is that of `stacks`, without source lines and thread names. Empty where the rank is not
     prepared for the signal, was stopped, or wrote nothing by the deadline.
     """
     path = run_dir / exit_cause.STACKS_FILE.format(rank=rank)

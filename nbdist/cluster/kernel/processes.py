@@ -1,4 +1,4 @@
-"""The processes of one run: which are this kernel's own, how they end, and are ended."""
+"""The processes of one run: which of them this kernel started, how they end, and are ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ END_SESSION_S = 5.0
 NO_MARKER = b"NBDIST_RUN"
 
 
-# What becomes of ranks whose controller has ended.
+# The state of ranks whose controller has ended.
 WITHOUT_CONTROLLER = (
     "The ranks go on and keep their variables, but what they print and reply now is lost. The "
     "next cell starts another controller."
@@ -45,10 +45,10 @@ class Exit:
     Attributes:
         engine: The engine, or None for the controller.
         code: Its exit code, negative for a signal; None where it cannot be known.
-        unreachable: That its host cannot be reached, and why: it may live on there, but is lost.
+        unreachable: Why its host cannot be reached: the process may live on there, but is lost.
         starter: "mpiexec", which had started all engines as one and has ended with them; the code
             is its own then. Empty otherwise.
-        words: What it said of that.
+        words: The starter's words on that.
     """
 
     engine: int | None
@@ -128,7 +128,7 @@ class Processes:
         cluster: The cluster of ipyparallel whose processes they are.
         exits: Engine, or None for the controller -> its end.
         on_exit: Called with each end, in the cluster's loop.
-        replaced: Engines that end on purpose: nobody is told.
+        replaced: Engines that end on purpose: `on_exit` is not called for them.
     """
 
     cluster: Any
@@ -179,7 +179,7 @@ class Processes:
         return int(controller.pid) if lives_here else None
 
     def identify(self, pids: dict[int, int]) -> None:
-        """Take in which engine has which process, where the launcher did not decide it."""
+        """Note which engine has which process, where the launcher did not decide it."""
         engines = {pid: engine for engine, pid in pids.items()}
         self._engine_of = {
             n: engines[engine.pid] for n, engine in self._started.items() if engine.pid in engines
@@ -242,13 +242,13 @@ class Processes:
         self.note(Exit(engine, code if isinstance(code, int) else None, unreachable))
 
     def note(self, end: Exit) -> None:
-        """Take in an end, and tell it where it was not on purpose."""
+        """Note an end, and report it where it was not on purpose."""
         self.exits[end.engine] = end
         if end.engine not in self.replaced:
             self.on_exit(end)
 
     def output(self, engine: int | None) -> str:
-        """What an engine, or the controller, has written until now."""
+        """The output of an engine, or of the controller, until now."""
         process = self.cluster.controller if engine is None else self._started.get(engine)
         if process is None:  # one file for all of them, if any
             return ipp_launchers.output(self.cluster.engine_set)
@@ -284,7 +284,7 @@ class Processes:
         self.exit_of(engine, END_SESSION_S)
 
     def kill_controller(self) -> None:
-        """End what is left of the controller's session: its heart monitor holds its ports."""
+        """End the rest of the controller's session: its heart monitor holds its ports."""
         pid = self.cluster.controller.pid
         end_session(pid, self._start_times[pid], END_SESSION_S)
 

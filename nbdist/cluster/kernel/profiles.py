@@ -41,7 +41,7 @@ def available() -> dict[str, Path]:
 
 
 def place(name: str) -> str:
-    """Where a profile's file is, as a line for whoever starts ranks by it."""
+    """Where a profile's file is, as a line for the user who starts ranks by it."""
     return f"Profile {name}: {shown(available()[name] / CONFIG_FILE)}"
 
 

@@ -1,7 +1,7 @@
 """The kernel's side of the process that forks this notebook's ranks (engine/fork_server.py).
 
 One per kernel. It begins with `%load_ext nbdist`, or with the first ranks, and goes on until the
-kernel ends or nobody has asked it for ten minutes. Ranks do not need it any more once they run.
+kernel ends or it has had no request for ten minutes. Ranks do not need it any more once they run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nbdist.errors import StartError
 
 PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "fork_server.py"
 FORK, PRELOAD, MARK = "NBDIST_FORK", "NBDIST_PRELOAD", "NBDIST_RUN"
-# What /proc shows of a fork has to find room in what the server was started with.
+# A fork's text in /proc has to fit into the arguments and environment of the server.
 ROOM = "NBDIST_ROOM"
 ROOM_IN_ARGS, ROOM_IN_ENVIRON = 2048, 16384
 # All imports, on a busy machine or a slow file system.
@@ -62,7 +62,7 @@ class ForkedProcess:
         return self._code
 
     def is_running(self) -> bool:
-        """Whether it has not ended, as far as it was told."""
+        """Whether it has not ended, as far as was reported."""
         return not self._ended.is_set()
 
     def send_signal(self, number: int) -> None:
@@ -77,7 +77,7 @@ class ForkedProcess:
         self._ended.set()
 
     def note_orphan_end(self) -> None:
-        """Note its end if it has ended, where its parent can tell no more."""
+        """Note its end if it has ended, where its parent can report no more."""
         fields = guardian.stat_fields(self.pid)
         if fields is None or fields[0] in "ZX" or fields[19] != self._start:
             self.note_end(None)
@@ -90,7 +90,7 @@ class RankServer(HelperProcess):
     keeps_words = False
 
     def __init__(self, env: Mapping[str, str]):
-        """Start it; it imports at low priority until somebody waits for it.
+        """Start the server; it imports at low priority until a start waits for it.
 
         Raises:
             OSError: If the system refuses another process.
@@ -107,12 +107,12 @@ class RankServer(HelperProcess):
 
     @property
     def end(self) -> str:
-        """How it ended where nobody wanted that; "" while it runs."""
+        """How the server ended if not on purpose; "" while it runs."""
         return exit_words(self._code) if self._code else ""
 
     @property
     def has_forks(self) -> bool:
-        """Whether a fork of it still runs, as far as it was told."""
+        """Whether a fork of it still runs, as far as was reported."""
         return any(fork.is_running() for fork in list(self._forks.values()))
 
     async def check(self, env: Mapping[str, str], sys_path: Sequence[str]) -> dict[str, str]:
@@ -168,7 +168,7 @@ class RankServer(HelperProcess):
         return f"the server process {self.pid} {what} after {deadline_s:.0f} s"
 
     def _end_late_fork(self, asked: Future[dict[str, Any]]) -> None:
-        """End a fork that nobody waits for any more."""
+        """End a fork that no start waits for any more."""
         if asked.exception() is None and "pid" in asked.result():
             self._forks[asked.result()["pid"]].send_signal(signal.SIGKILL)
 
@@ -191,7 +191,7 @@ class RankServer(HelperProcess):
 
 _server: RankServer | None = None
 _lock = threading.Lock()
-# Of the last start: why it took another way; "" where ranks were forked.
+# Why the last start took another way; "" where ranks were forked.
 _refusal = ""
 
 
@@ -204,7 +204,7 @@ def preload() -> None:
 
 
 def obstacle() -> str:
-    """Why no rank is forked on this machine, whoever asks; "" where nothing is known."""
+    """Why no kernel forks ranks on this machine; "" where nothing is known."""
     if os.environ.get(FORK) == "0":
         return f"{FORK} is 0"
     if sys.platform != "linux":
@@ -249,13 +249,13 @@ def why_not() -> str:
 
 
 def release(server: RankServer) -> None:
-    """End this server unless forks of it run; then it stays for whoever started those."""
+    """End this server unless forks of it run; then it stays for their launcher."""
     if not server.has_forks:
         _discard(server)
 
 
 def text_path() -> list[str]:
-    """The notebook's sys.path as ranks have it: Python passes over what is no text."""
+    """The notebook's sys.path as ranks have it: Python skips entries that are not text."""
     entries: list[object] = [*sys.path]
     return [entry for entry in entries if isinstance(entry, str)]
 
@@ -294,7 +294,7 @@ def _folder() -> str:
 
 
 def _inherited() -> dict[str, Any]:
-    """What a child process would have of this one beside its environment."""
+    """The state that a child process inherits from this one beside the environment."""
     import resource
 
     limits = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}

@@ -32,9 +32,9 @@ prepare: RankFunction[[int | None], Topology] = RankFunction("nbdist.engine.join
 adopt_notebook: RankFunction[[list[str], str], None] = RankFunction(
     "nbdist.engine.join:adopt_notebook"
 )
-# Of a rank's control thread, as `ask` asks for it.
+# The memory by kind, asked of a rank's control thread by `ask`.
 memory_bytes: RankFunction[[], dict[str, int]] = RankFunction("memory")
-# Of its main thread: a rank that answers runs what is sent to it.
+# The name of the main thread: a rank that answers runs cells that are sent to it.
 main_thread_name: RankFunction[[], str] = RankFunction("nbdist.engine.responder:ping")
 barrier: RankFunction[[str, float], float] = RankFunction("nbdist.engine.join:barrier")
 current_strategy: RankFunction[[], Strategy] = RankFunction("nbdist.parallel.live.registry:current")
@@ -44,7 +44,7 @@ set_strategy: RankFunction[[Strategy], None] = RankFunction(
 
 
 class RunningCell(Protocol):
-    """A cell that ranks run, as far as whoever asks for them is concerned."""
+    """The part of a running cell that a caller of its ranks needs."""
 
     run_id: int
     is_over: bool  # nobody waits for it any more
@@ -66,15 +66,15 @@ class RunningCell(Protocol):
 class Ranks:
     """The ranks of a cluster, and the way to them.
 
-    What keeps ranks fit for their next call is known further up, and set there.
+    The functions that keep ranks fit for their next call are set by packages above.
 
     Attributes:
         topology: Which engine has which rank.
         seed: Set on every rank, also on one that replaces another.
         cells: Rank -> the cell that it runs, since when; of idle ranks nothing.
         ended_runs: Rank -> the newest cell whose end was heard of, by its `run_id`.
-        strategy_chosen: What was chosen last, for a process that takes a rank's place; None for
-            nothing yet.
+        strategy_chosen: The last choice, for a process that takes a rank's place; None without
+            one.
     """
 
     def __init__(self, cluster: Cluster, topology: Topology, *, seed: int | None = None):
@@ -142,7 +142,7 @@ class Ranks:
     def is_connected(self, rank: int) -> bool:
         """Whether the rank lives and is registered; which of both ends first differs.
 
-        Of ranks on other hosts no exit may be known.
+        The exit of a rank on another host may be unknown.
         """
         channel = self.cluster.channel
         engine = self.topology.engine_of_rank(rank)
@@ -193,14 +193,14 @@ class Ranks:
 
         Raises:
             RankGone, RankBusy: As for a cell.
-            NbdistError: What a rank raised, or who has not answered by the deadline.
+            NbdistError: If a rank raised, or has not answered by the deadline.
             Interrupted: If the user interrupted it; the ranks have been interrupted too.
         """
         ranks = self.ranks if ranks is None else ranks
         self.make_whole()
         self.check_ready(ranks)
         end_of_controller = functools.partial(self._controller_end, ranks)
-        # Whatever is pressed meanwhile: all ranks are asked, for they may wait for each other.
+        # Ctrl-C waits until all ranks are asked, for they may wait for each other.
         with sigint.deferred_sigint() as pressed:
             futures = {rank: function(self.call, rank, *args) for rank in ranks}
         try:
@@ -258,7 +258,7 @@ class Ranks:
         return f"%dist_restart {rank_label(ranks)}" if can_restart else "%dist_reset"
 
     def check_death(self, ranks: Sequence[int]) -> None:
-        """Say that one of the ranks has ended, which a failed call may tell before its process.
+        """Say that one of the ranks has ended; a failed call may show it before the process does.
 
         Raises:
             NotRunning, RankGone: As `check_alive`; nothing if all live on.

@@ -15,11 +15,11 @@ from nbdist.core.progress import Reporter
 from nbdist.errors import StartError
 
 POLL_S = 0.01
-# After that long without news the controller is asked: it may have told what nobody heard.
+# After this long without news the controller is asked: a message of it may have been lost.
 ASK_S = 0.25
-# What an engine writes (ipyparallel 9.2) when no answer comes from the controller.
+# The line of an engine (ipyparallel 9.2) that gets no answer from the controller.
 _UNANSWERED = re.compile(r"at tcp://([^\s:]+|\[[^\]]+\]):\d+.*Registration timed out", re.DOTALL)
-# All that mpiexec says of too few slots; of a traceback the end.
+# Enough for all that mpiexec says of too few slots, and for the end of a traceback.
 LOG_LINES = 40
 
 
@@ -31,9 +31,9 @@ class EngineRegistration:
         run_dir: Where engines write why they could not join.
         expected: Their engine ids, which are ranks where it matters.
         exits: The ends so far of processes that matter: engine, None for the controller -> end.
-        output: What a process (engine, None for the controller) has written.
+        output: The output of a process (engine, None for the controller).
         ask: Asks the controller whom it lists; `registered` has those soon.
-        state: What a batch system says of their job; empty without one.
+        state: The batch system's word on their job; empty without one.
     """
 
     run_dir: Path
@@ -53,7 +53,7 @@ class EngineRegistration:
     ) -> None:
         """Return once all are there; `check` is called often, and may raise to break off.
 
-        It gives up at `end_s` of the monotonic clock; the message tells the whole `deadline_s`.
+        It gives up at `end_s` of the monotonic clock; the message names the whole `deadline_s`.
 
         Raises:
             StartError: When a process ends, or at the end, naming who is missing.
@@ -124,7 +124,7 @@ class EngineRegistration:
 
 
 def _remedy(output: str) -> str:
-    """What to do about what a process has written last; empty where that is not known."""
+    """The remedy for a process's last output; empty where none is known."""
     unanswered = _UNANSWERED.search(output)
     if unanswered is None:
         return ""

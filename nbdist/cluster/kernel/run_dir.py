@@ -33,9 +33,9 @@ RESERVE_BYTES = 1 << 18
 RANKS = "ranks.json"
 PIDS = "pids"  # of each machine, as kernels of two may have held a run: see `_pids_file`
 COMMAND = "command.json"
-# How a kept run was started, for whoever attaches to it.
+# How a kept run was started, for a kernel that attaches to it.
 START = "start.pickle"
-# Word of somebody else than the notebook who ends the ranks: `nbdist stop`, in a terminal.
+# A note that `nbdist stop` in a terminal, not the notebook, has ended the ranks.
 STOPPED = "stopped"
 WHAT_NOW = "%dist_init starts new ones."
 
@@ -49,7 +49,7 @@ def base() -> Path:
     """The folder that holds the runs of this user, made and checked.
 
     Raises:
-        StartError: If it belongs to somebody else or others may enter it.
+        StartError: If it belongs to another user or others may enter it.
     """
     path = place()
     with contextlib.suppress(FileExistsError):  # also where it is no folder: told below
@@ -82,7 +82,7 @@ def create() -> Path:
                 with contextlib.suppress(OSError):  # other runs are in it
                     path.parent.rmdir()
                 raise
-            # From the first moment on, whoever sees a run can see whose it is.
+            # Every process that sees a run can see from the first moment whose it is.
             return path.rename(path.with_name(path.name.replace("new-", "run-", 1)))
     raise StartError(
         f"The run's folder could not be created in {tempfile.gettempdir()}. Create that folder, or "
@@ -144,7 +144,7 @@ def _read_keep(path: Path) -> Keep | None:
 
 
 def read_start(run_dir: Path) -> dict[str, Any]:
-    """What `write_start` has left.
+    """Read the content that `write_start` has written.
 
     Raises:
         OSError, pickle.PickleError: It is not there.
@@ -192,7 +192,7 @@ def write_notebook(run_dir: Path, sys_path: Sequence[object], start: dict[str, A
     Raises:
         StartError: If the folder cannot be written.
     """
-    # Python passes over what is no text in sys.path, a Path for example.
+    # Python skips entries of sys.path that are not text, a Path for example.
     paths = [entry for entry in sys_path if isinstance(entry, str)]
     _write(run_dir, "notebook.json", json.dumps({"sys_path": paths, "start": start}))
 
@@ -204,9 +204,9 @@ def write_ranks(run_dir: Path, hosts: Sequence[str]) -> None:
 
 
 def note_pid(run_dir: Path, pid: int, start: str) -> None:
-    """Note a process that the kernel has started, for whoever ends the run from outside.
+    """Note a process that the kernel has started, for a process that ends the run from outside.
 
-    On a full disk it is not noted: then only its mark (NBDIST_RUN) tells whose it is.
+    On a full disk it is not noted: then only its mark (NBDIST_RUN) says whose it is.
     """
     with contextlib.suppress(OSError), _pids_file(run_dir).open("a") as file:
         file.write(f"{pid} {start}\n")
@@ -235,7 +235,7 @@ def note_command(run_dir: Path, command: Sequence[str]) -> None:
 
 
 def command(run_dir: Path) -> list[str]:
-    """What `note_command` has noted last; empty without."""
+    """The command that `note_command` has noted last; empty without."""
     try:
         return [str(word) for word in json.loads((run_dir / COMMAND).read_text())]
     except (OSError, ValueError):
@@ -243,7 +243,7 @@ def command(run_dir: Path) -> list[str]:
 
 
 def owner(run_dir: Path) -> RunOwner | None:
-    """Whose run it is; None where that cannot be read."""
+    """The kernel whose run it is; None where that cannot be read."""
     try:
         return run_owner.read(run_dir / run_owner.FILE)
     except (OSError, ValueError, TypeError, KeyError):

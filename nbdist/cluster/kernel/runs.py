@@ -75,7 +75,7 @@ def folders_of(kernel: Process) -> list[str]:
 
 
 def read(folder: Path) -> Run:
-    """A run as its folder tells of it, without its processes."""
+    """A run as its folder describes it, without its processes."""
     return _run(folder, host.this_machine(), is_guarded=False)
 
 
@@ -105,7 +105,7 @@ def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
     detachment = run_dir.read_detachment(folder)
     state = run_owner.state(owner, here, None if owner is None else host.started(owner.pid))
     if state == run_owner.UNKNOWN and is_guarded:
-        # Its folder was damaged, but a guardian does not outlive its kernel.
+        # The run's folder was damaged, but a guardian does not outlive its kernel.
         state = run_owner.RUNNING
     if state == run_owner.DEAD and run_dir.has_damaged_keep(folder):
         state = run_owner.UNKNOWN  # its ranks may be kept, and a dead run would be removed
@@ -130,7 +130,7 @@ def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
 def _with_processes(run: Run, all_processes: dict[int, UserProcess], spared: frozenset[int]) -> Run:
     folder = Path(run.folder)
     noted = run_dir.pids(folder)
-    # Of a leader that has gone, the number may long be a stranger's session.
+    # The number of a leader that has gone may long be a stranger's session.
     leaders = {pid for pid, start in noted.items() if guardian.start_ticks(pid) == start}
     processes = tuple(
         Process(process.pid, process.start)
@@ -146,9 +146,9 @@ def _with_processes(run: Run, all_processes: dict[int, UserProcess], spared: fro
 
 
 def _spared_pids(all_runs: Iterable[Run], processes: dict[int, UserProcess]) -> frozenset[int]:
-    """Processes that belong to nobody's leftovers, whatever mark they have inherited.
+    """Processes that are not left over from a run, whatever mark they have inherited.
 
-    This one, the kernels that live, what these were started by, and their guardians: a notebook
+    This one, the kernels that live, their starters and their guardians are spared: a notebook
     server that was started in a cell carries the mark of that cell's run.
     """
     living = {
@@ -202,8 +202,8 @@ def _shm_files(
 ) -> tuple[str, ...]:
     """Files that processes of a dead run use alone, or that its ranks have left.
 
-    torch names its own after the process, torch_PID_...; who has made another file can only be
-    told as long as somebody uses it.
+    torch names its own after the process, torch_PID_...; the maker of another file is only
+    known while a process uses it.
     """
     pids = {process.pid for process in processes}
     used = {path for pid in pids for path in _shm_paths(pid)}

@@ -37,12 +37,12 @@ from nbdist.strategy import hosts
 from nbdist.strategy.choice import described
 from nbdist.strategy.choose import StrategySpec
 
-# What counts where neither -n nor --gpus is typed.
+# Variables that count where neither -n nor --gpus is typed.
 RANKS, GPUS = "NBDIST_RANKS", "NBDIST_GPUS"
 DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
-# As in profiles/local, which says why; agents tell of ends, so heartbeats need not be quick. What a
-# profile says itself stands behind, and wins.
+# The same as in profiles/local, which says why; agents report ends, so heartbeats may be slow. A
+# profile's own arguments stand behind, and win.
 CONTROLLER_ARGS = (
     "--HeartMonitor.period=200",
     "--HeartMonitor.max_heartmonitor_misses=150",
@@ -66,17 +66,17 @@ box_problem: RankFunction[[], str] = RankFunction("nbdist.hang.rank.call_log:pro
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """What %dist_init was asked for.
+    """The options of %dist_init.
 
     Attributes:
         world_size: Ranks; None for NBDIST_RANKS of the environment, or one per GPU, or 2 without.
         gpus: "0,1", "none" for the CPU, None for NBDIST_GPUS of the environment, or all.
         backend: "auto", "nccl" or "gloo".
         seed: Set on every rank alike; None to leave the generators alone.
-        deadline_s: For the whole start.
+        deadline_s: The limit of the whole start.
         grace_s: How long a certain deadlock is left alone before it is aborted; 0 for at once.
         debug: torch's own checks of every collective: "off", "info" or "detail".
-        strategy: What models are prepared under; None for Accelerate's ddp.
+        strategy: The strategy under which models are prepared; None for Accelerate's ddp.
         hosts: Where ranks start, of profiles whose hosts are typed; empty for the profile's own.
         slurm: The job to be asked for, of profiles whose ranks Slurm starts.
         keep_s: How long ranks go on without the notebook's kernel; 0 for not.
@@ -110,7 +110,7 @@ def start(options: StartOptions, progress: Reporter) -> tuple[Cluster, Topology,
     _check_values(options)
     config, kind = _load_profile(options)
     _check_keep(options, kind)
-    # Of a driver that fails the ranks say what they find.
+    # If the driver fails here, the ranks report what they find.
     available = topology.filter_visible(
         gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
     )
@@ -235,7 +235,7 @@ def _prepare(
     plans = _all({e: prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     plan: Topology = plans[engines[0]]
     boxes = {place.engine_id: box_problem(call, place.engine_id) for place in plan.ranks}
-    # Of ranks whose hangs could not be explained, each reason once.
+    # Why hangs of some ranks could not be explained, each reason once.
     notes = [*dict.fromkeys(_all(boxes, end_s, "report on their black boxes").values())]
     if plan.n_hosts > 1:
         lists = _all({e: open_ports(call, e) for e in engines}, end_s, "list their ports").values()
@@ -266,7 +266,7 @@ def _with_environment(options: StartOptions) -> StartOptions:
 
 
 def _check_keep(options: StartOptions, kind: str) -> None:
-    """Refuse to keep ranks that nobody could attach to, and a checkpoint that nobody writes."""
+    """Refuse to keep ranks that no kernel could attach to, and a save that never happens."""
     if kind == OTHER and options.keep_s:
         raise OptionError(
             f"--keep does not work with the profile {options.profile!r}, whose ranks nbdist does "
@@ -313,7 +313,7 @@ def _expected_plan(chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
 
 
 def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
-    """What is to be said of this machine, and of the environment that its ranks will have."""
+    """Notes on this machine, and on the environment that its ranks will have."""
     noted = ipp_cluster.installed_version("torch")
     torch_version, folder = versions.torch_on_path()
     second = versions.second_torch(torch_version, folder, noted)
@@ -357,7 +357,7 @@ def _configure_local(
     if options.gpus is not None:
         common["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in chosen)
     config.RankEngineSetLauncher.common_environment = common
-    # What torchrun would set for one rank of this machine. A process sees one MIG slice.
+    # Variables that torchrun would set for a rank of this machine. A process sees one MIG slice.
     has_slices = any(gpu.is_slice for gpu in chosen)
     config.RankEngineSetLauncher.rank_environment = {
         str(place.rank): {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank)}
@@ -374,9 +374,9 @@ def _configure_local(
 
 
 def _configure_agents(config: Config, options: StartOptions) -> list[str]:
-    """Tell the launcher of other hosts which they are, and what their ranks' environment is.
+    """Give the launcher of other hosts their names and their ranks' environment.
 
-    What there is to say of the profile.
+    Returns notes on the profile.
     """
     # Agents wait for the controller's connection file: both come up side by side, and the key is in
     # no environment.

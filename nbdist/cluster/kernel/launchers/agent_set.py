@@ -1,6 +1,6 @@
-"""Ranks on several hosts: an agent on each host starts them, tells their ends, and ends them.
+"""Ranks on several hosts: an agent on each host starts them, reports their ends, and ends them.
 
-What another kernel needs to find ranks again that are kept, beside the settings, is in traits with
+Another kernel finds kept ranks by the settings and by the traits with
 `to_dict`: ipyparallel writes them into its cluster file and reads them back (`from_dict`).
 """
 
@@ -41,11 +41,11 @@ END_PROGRAM = "nbdist.cluster.kernel.launchers.agents"
 CONNECTION_DEADLINE_S = 60.0
 CONNECTION_POLL_S = 0.02
 ANSWER_S = 10.0
-# Less than what somebody waits for the end of a rank that is to be replaced.
+# Less than a restart waits for the end of a rank that it replaces.
 EXPLAIN_S = 3.0
 # Ranks that come back one after the other do not each wait for the host that all have lost.
 RETRY_S = 5.0
-# Of the notebook's environment ranks of other hosts get what begins like this.
+# Ranks of other hosts get the notebook's variables whose names begin like this.
 FORWARDED = (
     "NCCL_", "TORCH_", "GLOO_", "OMP_", "FI_", "HF_", "ACCELERATE_",
     "NBDIST_PRELOAD", "NBDIST_TEST",
@@ -159,7 +159,7 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
         return reason
 
     def explain_exit(self, host: str, end: RankExit) -> str:
-        """Who has ended a rank, where its exit code does not tell; "" if it does. May block."""
+        """Say who has ended a rank where its exit code does not; "" if it does. May block."""
         return ""
 
     def spare_hosts(self, lost: str) -> Iterable[Host]:
@@ -206,7 +206,7 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
     async def attach(self) -> None:
         """Reach the hosts on which another kernel has left its ranks, all at once; start nothing.
 
-        Of a launcher that was made by `from_dict`. Afterwards each rank of `launchers` is running,
+        The launcher was made by `from_dict`. Afterwards each rank of `launchers` is running,
         or has ended, with its exit code, or is unreachable, with the reason.
 
         Raises:
@@ -260,7 +260,7 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
         return HostCheck(agent.host, facts), ends
 
     def keep(self, seconds: float) -> None:
-        """Let the ranks live so long without a kernel, on all hosts, also on later ones; 0: not.
+        """Let ranks live this many seconds without a kernel, on all hosts, later ones too; 0: not.
 
         Raises:
             NbdistError: If a host cannot keep its ranks, or does not answer.
@@ -393,7 +393,7 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
             "nbdist.engine",
             f"--IPEngine.id={rank}",
             f"--IPEngine.url_file={{folder}}/{ENGINE_FILE}",
-            # The agent ends it, tells of its end, and signals it.
+            # The agent ends the engine, reports its end, and signals it.
             "--IPEngine.max_heartbeat_misses=0",
             "--IPEngine.enable_nanny=False",
         ]
@@ -429,7 +429,7 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 path.write_bytes(content)
         cause = ""
-        # Not in the connection's thread: a host that nobody listens to counts as lost.
+        # Not in the connection's thread: a host counts as lost if its messages are not read.
         with contextlib.suppress(NbdistError, TimeoutError):
             asked = asyncio.to_thread(self.explain_exit, agent.host, end)
             cause = await asyncio.wait_for(asked, EXPLAIN_S)
@@ -519,7 +519,7 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
         return self._start_rank(rank, agent, len(others) + 1, local_rank, environment)
 
     def _forget(self, rank: int) -> None:
-        """Remove what is here of an earlier process of the rank."""
+        """Remove the files of an earlier process of the rank."""
         for name in ("boxes/{}", "crash.{}", "cells.{}", "stacks.{}"):
             (self.run_dir / name.format(rank)).unlink(missing_ok=True)
 
@@ -547,14 +547,14 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
             del self.folders[agent.host]
 
     def _plain_command(self, host: str) -> list[str]:
-        """The command that runs BOOTSTRAP on a host, whoever runs it."""
+        """The command that runs BOOTSTRAP on a host."""
         others = os.environ.keys() - self.connection_environment().keys()
         return ["env", *chain(*(("-u", name) for name in sorted(others))), *self.command(host)]
 
     def ending(self) -> list[str] | None:
-        """The command that ends ranks which are kept, without this kernel; [] if all have ended.
+        """The command that ends kept ranks without this kernel; [] if all have ended.
 
-        None where none is needed: they are not kept, or the guardian sees their processes.
+        None where no command is needed: ranks are not kept, or the guardian sees their processes.
         """
         if not self.keep_s or self.is_on_this_machine:
             return None
@@ -567,7 +567,7 @@ class AgentEngineSetLauncher(EngineLauncher, RankSet):  # type: ignore[misc]
             engine.signal(sig)
 
     def get_output(self, remove: bool = False) -> str:
-        """What each rank has written last, under its number."""
+        """The last output of each rank, under its number."""
         tails = {rank: engine.get_output() for rank, engine in self.launchers.items()}
         return "\n".join(f"rank {rank}: {tail}" for rank, tail in tails.items() if tail)
 

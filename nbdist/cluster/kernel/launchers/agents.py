@@ -1,6 +1,6 @@
 """The kernel's end of an agent: one child process per host, which carries commands and messages.
 
-As a program it ends agents that keep their ranks, where no kernel is left that does (`main`).
+Run as a program (`main`), it ends agents that keep their ranks when no kernel is left to do so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nbdist.cluster.kernel.launchers.helper_process import HelperProcess
 from nbdist.core.typed_json import Misfit, Value
 from nbdist.errors import NbdistError
 
-# What the other end runs: it reads the agent's text from its input, and then goes on as the agent.
+# The other end's program: it reads the agent's text from its input, and goes on as the agent.
 BOOTSTRAP = (
     "import sys;exec(compile(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())),'','exec'))"
 )
@@ -38,18 +38,18 @@ SILENT_S = 5.0
 STOP_S = 8.0
 # How long an agent that keeps its ranks is looked for when they are to end.
 FIND_S = 5.0
-# What a host sends is believed as far as an agent could have sent it.
+# A host's message is accepted only if an agent could have sent it.
 RANK_FILE = re.compile(r"(boxes/)?([a-z]+\.)?[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """The end of a rank's process, as its agent has told it.
+    """The end of a rank's process, as its agent has reported it.
 
     Attributes:
         code: Its exit code, negative for a signal.
-        tail: The last of what it has written past its cells.
-        files: Relative path -> content of what it has left for the kernel.
+        tail: The end of the process's output outside of cells.
+        files: Relative path -> content of the files that it has left for the kernel.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class HostAgent(HelperProcess):
 
     Attributes:
         folder: The agent's folder on its host, once it has one.
-        is_kept: It waits for another kernel when this one hangs up, or is not heard.
+        is_kept: The agent waits for another kernel when this one hangs up, or is not heard.
         on_exit: Called with the end of each rank.
         on_lost: Called once, with the reason, when the host cannot be reached any more.
     """
@@ -104,7 +104,7 @@ class HostAgent(HelperProcess):
         self._outbox.put(_program(folder))
 
     def facts(self, deadline_s: float) -> HostFacts:
-        """What the host is.
+        """Wait for the facts on the host.
 
         Raises:
             AgentLost: If the agent did not come, with the words of ssh or srun.
@@ -117,7 +117,7 @@ class HostAgent(HelperProcess):
             raise AgentLost(reason) from None
 
     def pids(self, deadline_s: float) -> dict[int, int]:
-        """Rank -> its newest process over there; ends of ranks are told once more before.
+        """Rank -> its newest process over there; ends of ranks are reported again before.
 
         Raises:
             AgentLost: If the agent does not answer, or with something else.
@@ -150,8 +150,8 @@ class HostAgent(HelperProcess):
         self._outbox.put(None)
 
     def _next(self) -> bytes | None:
-        """What is asked, and a beat when there is nothing; look whether the host is silent."""
-        # A kernel that was stopped itself has heard nobody: it listens first.
+        """The next request, or a beat without one; a silent host counts as lost."""
+        # A kernel that was stopped itself has heard no host: it listens first.
         now_s = time.monotonic()
         if now_s - self._woke_s > 2 * BEAT_S:
             self._heard_s = now_s
@@ -212,7 +212,7 @@ def _unpack(name: str, packed: str) -> bytes:
     """The content of a rank's file.
 
     Raises:
-        ValueError: For another name or a larger file than an agent sends.
+        ValueError: If an agent sends no such name, or no file of such a size.
     """
     unpacker = zlib.decompressobj()
     content = unpacker.decompress(base64.b64decode(packed), agent.LARGEST_FILE_BYTES)
@@ -254,7 +254,7 @@ def end_kept(host: str, command: Sequence[str], folder: str) -> str:
 def main() -> None:
     """End kept ranks on all hosts at once; the argument is JSON: a list of `end_kept`'s arguments.
 
-    Whoever ends a run without its kernel runs this: the guardian, `nbdist stop`.
+    The guardian and `nbdist stop` run this to end a run without its kernel.
     """
     hosts = json.loads(sys.argv[1])
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:

@@ -40,7 +40,7 @@ class HelperProcess:
         lost: Why it answers no more; empty as long as it does.
     """
 
-    # What is raised by requests to a process that is lost.
+    # Requests to a lost process raise this.
     lost_error: type[Exception] = NbdistError
     keeps_words = True
 
@@ -113,7 +113,7 @@ class HelperProcess:
                     content = content[pipe.write(content) :]
 
     def _next(self) -> bytes | None:
-        """What is to be sent next, waited for; None to close its standard input."""
+        """Wait for the next line to send; None closes the process's standard input."""
         return self._outbox.get()
 
     def _read(self) -> None:
@@ -150,7 +150,7 @@ class HelperProcess:
         raise NotImplementedError
 
     def _lose(self, reason: str) -> bool:
-        """Note why it answers no more, for whoever waits or asks; False if a reason was noted."""
+        """Note why the process answers no more; False if a reason was noted before."""
         with self._lock:
             if self.lost:
                 return False

@@ -1,4 +1,4 @@
-"""What nbdist asks of each launcher of engines, its own or ipyparallel's."""
+"""The questions of nbdist to each launcher of engines, its own or ipyparallel's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RankSet:
         kind: LOCAL, AGENTS, SLURM or OTHER.
         is_on_this_machine: All of its ranks are on the notebook's machine.
         world_size: The number of ranks, where the launcher decides on it.
-        checks: What was found on its hosts.
+        checks: The results of looks at its hosts.
         launchers: Number -> what has started that engine alone, or stands for it.
     """
 
@@ -52,7 +52,7 @@ class RankSet:
         """Reach the ranks that another kernel has left."""
 
     def keep(self, seconds: float) -> None:
-        """Let the ranks live so long without a kernel; 0: not."""
+        """Let the ranks live this many seconds without a kernel; 0: not."""
 
     def leave(self) -> None:
         """Let go of the ranks, which live on as long as they are kept."""
@@ -62,9 +62,9 @@ class RankSet:
         return None
 
     def take_notes(self) -> list[str]:
-        """What the user has to know of the ranks' hosts, each line once."""
+        """Return news of the ranks' hosts for the user, each line once."""
         return []
 
     def status_lines(self) -> list[str]:
-        """What a status shows of the hosts beside their ranks."""
+        """Lines of a status on the hosts beside their ranks."""
         return []

@@ -125,9 +125,9 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         return watch.end
 
     def spare_hosts(self, lost: str) -> Iterator[Host]:
-        """The hosts of another job, of the size of what ran on the lost host.
+        """The hosts of another job, as large as the lost host's part.
 
-        It is submitted when somebody asks for the first of them, and waited for.
+        The job is submitted when its first host is asked for, and waited for.
 
         Raises:
             StartError: If Slurm refuses it, or it does not start in SPARE_S.
@@ -159,7 +159,7 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         yield from map(Host, names)
 
     def take_notes(self) -> list[str]:
-        """What Slurm has done or will do, each line once."""
+        """Return what Slurm has done or will do, each line once."""
         notes = self._notes[:]
         del self._notes[: len(notes)]
         return notes
@@ -192,12 +192,12 @@ def configure(
     Where nothing of a job is typed and this kernel runs inside one, that one is taken.
 
     Args:
-        config: The profile's, which is changed. Its own settings count where nothing is typed.
-        typed: What the user has asked for.
+        config: The profile's settings, changed here. They count where nothing is typed.
+        typed: The user's options.
         world_size: Ranks; None for the job's GPUs, or its tasks, or `gpus_per_node`, or 2.
-        name: Of a new job.
+        name: The name of a new job.
         promise: Handed the command that cancels it, before it is submitted.
-        progress: Told what the job waits for.
+        progress: Called with what the job waits for.
 
     Raises:
         OptionError: If there is no Slurm here, or the job is too small.

@@ -25,17 +25,17 @@ QUEUE_S = 20.0
 # Slurm's controller may be started again meanwhile.
 SILENCE_S = 300.0
 RUNNING_S = 20.0
-# Slurm tells why a job ends a moment after its processes have ended.
+# Slurm reports why a job ends a moment after its processes have ended.
 REASON_S = 5.0
 REASON_PAUSE_S = 0.2
 WARN_S = 300.0
-# Of Slurm's variables, those that say where Slurm is; the others are of a job or ask for one.
+# Slurm's variables that say where Slurm is; its others belong to a job or ask for one.
 WHERE_SLURM_IS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmAnswer:
-    """What one of Slurm's programs came to."""
+    """The result of one of Slurm's programs."""
 
     code: int
     text: str
@@ -143,7 +143,7 @@ class StillPending(StartError):
 
 
 def wait(number: int, options: SlurmOptions, progress: Reporter, limit_s: float = math.inf) -> Job:
-    """Return the job once it has its hosts; however long the queue is, `progress` tells of it.
+    """Return the job once it has its hosts; while it is queued, `progress` is called.
 
     Raises:
         StartError: If it ends, or can never start, with Slurm's words.
@@ -184,7 +184,7 @@ def _look_patiently(number: int, progress: Reporter) -> Job:
 
 
 def reason(number: int, job: Job) -> Job:
-    """The job once Slurm has said how it ended, which a job that is ending does not tell yet."""
+    """Wait for the job with the reason of its end, which Slurm does not have while it is ending."""
     end_s = time.monotonic() + REASON_S
     newest: Job | None = job
     while newest is not None and newest.state == "COMPLETING" and time.monotonic() < end_s:
@@ -194,10 +194,10 @@ def reason(number: int, job: Job) -> Job:
 
 
 def shares(number: int) -> tuple[HostShare, ...]:
-    """What the job has of each host.
+    """The job's share of each host.
 
     Raises:
-        StartError: If Slurm does not tell.
+        StartError: If Slurm does not answer.
     """
     details = ask("scontrol", "--details", "--oneliner", "show", "job", str(number)).text
     lists = slurm.host_lists(details)
@@ -259,8 +259,8 @@ def allocate(
 ) -> Allocation:
     """A new job of this name with hosts for so many ranks.
 
-    `promise` is handed the command that cancels it, before it is submitted: whatever goes wrong
-    here, somebody has to run it.
+    `promise` is handed the command that cancels it, before it is submitted: after a failure
+    here, the guardian has to run it.
 
     Raises:
         StartError: If Slurm refuses the job, or ends it while it waits.
@@ -326,7 +326,7 @@ class JobWatch:
             time.sleep(REASON_PAUSE_S)
 
     def look(self) -> None:
-        """Ask Slurm, and tell what is new."""
+        """Ask Slurm, and report news of the job."""
         with self._looking:
             if self.end or self._closed.is_set():
                 return

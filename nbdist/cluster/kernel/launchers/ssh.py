@@ -12,7 +12,7 @@ from traitlets import List
 from nbdist.cluster.hosts import OWN_NAMES
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher, remote_command
 
-# What ssh says -> what to do. Its own words are always told as well.
+# ssh's message -> the remedy. The message itself is always shown as well.
 REMEDIES = (
     (r"Could not resolve hostname", "Check the name, or add the host to ~/.ssh/config"),
     (r"Connection refused", "Start sshd there, or name its port in ~/.ssh/config"),
