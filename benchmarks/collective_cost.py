@@ -1,4 +1,4 @@
-"""What the black box adds to a collective call and to a training step."""
+"""What the call log adds to a collective call and to a training step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _medians(folder: str, what: str, ranks: int) -> tuple[float, float]:
-    """(with the box, without), in microseconds, from rank 0 of a group of processes."""
+    """(with the log, without), in microseconds, from rank 0 of a group of processes."""
     env = os.environ | {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -95,12 +95,12 @@ def _rank(what: str, rank: int, ranks: int, folder: str) -> None:
 
     store = dist.FileStore(str(Path(folder) / what), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    box = call_log.open_box(Path(folder), rank)
+    log = call_log.open_log(Path(folder), rank)
     measure = {"call": _calls, "step": _steps}[what]
 
     measure_once, rounds = measure()
     bare = _held()
-    call_log.install(box)
+    call_log.install(log)
     wrapped = {place: _value(*place) for place in bare}
 
     def with_(functions: dict[tuple[Any, str], Any]) -> float:
@@ -116,7 +116,7 @@ def _rank(what: str, rank: int, ranks: int, folder: str) -> None:
 
 
 def _held() -> dict[tuple[Any, str], Any]:
-    """All functions of torch.distributed, and where they are held: what a box can replace."""
+    """All functions of torch.distributed, and where they are held: what a log can replace."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 

@@ -192,7 +192,7 @@ def join(
     process_groups.rejoin(user_groups)
     if generation:
         process_groups.agree_on_groups(common, range(plan.world_size))
-    call_log.install(call_log.open_box(run_folder(), rank))
+    call_log.install(call_log.open_log(run_folder(), rank))
     call_log.reset(generation)
 
 

@@ -1,4 +1,4 @@
-"""A rank's black box: one block of memory that the rank writes and others read, unasked.
+"""A rank's call log: one block of memory that the rank writes and others read, unasked.
 
     header, 16 words | 256 channels of 8 words | text of the channels | ring of 256 records
 
@@ -22,7 +22,7 @@ from nbdist.hang.records import Call, CallLog, GroupRecord, SourceLine
 
 WORD_BYTES = 8
 LAYOUT_VERSION = 2
-# Read with the other byte order it is another number, so such a box is refused as well.
+# Read with the other byte order it is another number, so such a log is refused as well.
 MAGIC = int.from_bytes(b"nbdbox\0" + bytes([LAYOUT_VERSION]), "little")
 MAX_CHANNELS = 256
 MAX_RECORDS = 256
@@ -259,7 +259,7 @@ def pack_place(place: SourceLine | None) -> bytes:
 
 
 def consistent_copy(source: bytes | memoryview | mmap) -> bytes:
-    """A copy of a box that may be written meanwhile, without its half-written records."""
+    """A copy of a log that may be written meanwhile, without its half-written records."""
     if isinstance(source, bytes):
         return source  # already one
     words = memoryview(source).cast("Q")
@@ -279,14 +279,14 @@ def consistent_copy(source: bytes | memoryview | mmap) -> bytes:
 
 
 def read(source: bytes | memoryview | mmap, ahead_s: float = 0.0) -> CallLog:
-    """Return what a rank's black box says at this moment.
+    """Return what a rank's call log says at this moment.
 
     Args:
-        source: The box, or a copy of it.
-        ahead_s: How much our clock is ahead of the one by which a box of another host was written.
+        source: The log, or a copy of it.
+        ahead_s: How much our clock is ahead of the one by which a log of another host was written.
 
     Raises:
-        ValueError: If it is no black box, or one of another version of nbdist.
+        ValueError: If it is no call log, or one of another version of nbdist.
     """
     if len(source) != SIZE_BYTES:
         raise ValueError(f"a black box has {SIZE_BYTES} bytes, this has {len(source)}")
@@ -317,7 +317,7 @@ def read(source: bytes | memoryview | mmap, ahead_s: float = 0.0) -> CallLog:
 def newest_run(source: bytes | memoryview | mmap) -> int:
     """The cell run of the call that was recorded last, without reading the others; 0 for none.
 
-    The box must not be written meanwhile.
+    The log must not be written meanwhile.
     """
     words = memoryview(source).cast("Q")
     newest = max(words[_SEQUENCES].tolist())
@@ -353,7 +353,7 @@ def _read_channels(
 
 
 class _RecordedCalls(Sequence[Call]):
-    """The calls of a box, oldest first, each read when it is asked for: mostly the last one is."""
+    """The calls of a log, oldest first, each read when it is asked for: mostly the last one is."""
 
     def __init__(
         self, data: bytes, names: Mapping[int, str], generation: int, ahead_s: float

@@ -1,4 +1,4 @@
-"""Who waits for whom: deadlocks and late ranks, from what the ranks' black boxes and looks say."""
+"""Who waits for whom: deadlocks and late ranks, from what the ranks' call logs and looks say."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def diagnose(
 
     A finding is certain when none of its ranks can ever move again, whatever the other ranks do.
     Shorter waits are reported only beside a longer one. The views are those of all ranks; a rank's
-    state has to be older than its box, or as old. The clock is the host's monotonic one.
+    state has to be older than its log, or as old. The clock is the host's monotonic one.
     """
     scene = WaitGraph(views)
     if all(now_s - wait.since_s < after_s for wait in scene.waits.values()):
@@ -59,17 +59,17 @@ def diagnose(
     return (*findings, *_sleepers(scene, now_s - _SLEEPS_LONG * after_s))
 
 
-def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
-    """Calls of one cell run that ended on all ranks, whose boxes these are, but did not fit.
+def mismatches(logs: Sequence[CallLog], run: int) -> tuple[str, ...]:
+    """Calls of one cell run that ended on all ranks, whose logs these are, but did not fit.
 
     In ops that need the same shape on every rank Gloo gives wrong data then, without an error.
     """
     calls_by_number: dict[tuple[int, str, int], dict[int, Call]] = {}
-    for box in boxes:
-        for call in box.calls:
+    for log in logs:
+        for call in log.calls:
             if call.run == run and call.number and call.peer is None and not is_transfer(call):
-                calls_by_number.setdefault((box.generation, call.group, call.number), {})[
-                    box.rank
+                calls_by_number.setdefault((log.generation, call.group, call.number), {})[
+                    log.rank
                 ] = call
     lines: dict[str, None] = {}
     broken: set[str] = set()
@@ -83,26 +83,26 @@ def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> UnmatchedCall | None:
+def unmatched(logs: Sequence[CallLog], run: int, ranks: Sequence[int]) -> UnmatchedCall | None:
     """A call of a cell run that not all members of its group have made, though all have ended.
 
     Such a call can end where it only sends, or is asynchronous and not waited for, and the next
     cell would meet it. None where there is none, where a member did not run the cell, where a
-    thread waits in a call behind the cell, and where a box is older than the cell's end, as one of
+    thread waits in a call behind the cell, and where a log is older than the cell's end, as one of
     another host can be.
     """
-    by_rank = {box.rank: box for box in boxes}
-    has_ended = {box.rank for box in boxes if (box.run, box.state) == (run, "finished")}
-    if len({box.generation for box in boxes}) > 1 or not set(ranks) <= has_ended:
+    by_rank = {log.rank: log for log in logs}
+    has_ended = {log.rank for log in logs if (log.run, log.state) == (run, "finished")}
+    if len({log.generation for log in logs}) > 1 or not set(ranks) <= has_ended:
         return None
-    for group in [group for box in boxes for group in box.groups.values()]:
+    for group in [group for log in logs for group in log.groups.values()]:
         members = {rank: by_rank[rank] for rank in group.ranks if rank in ranks}
-        counts = {rank: count_in(box, group.name) for rank, box in members.items()}
+        counts = {rank: count_in(log, group.name) for rank, log in members.items()}
         missing = [rank for rank, count in counts.items() if count == min(counts.values())]
         if len(members) < len(group.ranks) or len(missing) == len(members):
             continue
         calls = [
-            call for box in members.values() for call in box.calls
+            call for log in members.values() for call in log.calls
             if (call.run, call.group) == (run, group.name) and not is_transfer(call)
         ]  # fmt: skip
         number = min(counts.values()) + 1
@@ -118,53 +118,53 @@ def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> Unmat
     return None
 
 
-def last_words(boxes: Sequence[CallLog], rank: int, *, is_crash: bool) -> str:
+def last_words(logs: Sequence[CallLog], rank: int, *, is_crash: bool) -> str:
     """What a rank that has ended was doing in torch.distributed; empty if nothing in this cell.
 
     Gloo writes past a part of a call that gets more bytes than it has, and so SIGABRT or SIGSEGV
     ends the process: then the text names who called it with what. Call it at once: a recovery
-    counts all calls anew. The boxes are those of all ranks, the ended one's too.
+    counts all calls anew. The logs are those of all ranks, the ended one's too.
     """
-    ended_box = next((box for box in boxes if box.rank == rank and box.state == "running"), None)
-    if ended_box is None or not any(c.run == ended_box.run for c in ended_box.calls[-1:]):
+    ended_log = next((log for log in logs if log.rank == rank and log.state == "running"), None)
+    if ended_log is None or not any(c.run == ended_log.run for c in ended_log.calls[-1:]):
         return ""
-    for call in reversed(ended_box.calls if is_crash else ()):
-        is_open = call.run == ended_box.run and call.state in {"waiting", "issued"}
+    for call in reversed(ended_log.calls if is_crash else ()):
+        is_open = call.run == ended_log.run and call.state in {"waiting", "issued"}
         if is_open and not is_transfer(call):
-            parts = {box.rank: part for box in boxes if (part := _part(box, ended_box, call))}
+            parts = {log.rank: part for log in logs if (part := _part(log, ended_log, call))}
             if len({act_of(part).kind for part in parts.values()}) > 1:
                 return _mismatch(parts)
-    return last_call(ended_box)
+    return last_call(ended_log)
 
 
-def _part(box: CallLog, caller_box: CallLog, call: Call) -> Call | None:
+def _part(log: CallLog, caller_log: CallLog, call: Call) -> Call | None:
     """A rank's part in another one's call, whatever became of it; None where it has none."""
     key = (call.group, call.number, call.run)
-    parts = (c for c in reversed(box.calls) if (c.group, c.number, c.run) == key)
-    same = None if box.generation != caller_box.generation else next(parts, None)
+    parts = (c for c in reversed(log.calls) if (c.group, c.number, c.run) == key)
+    same = None if log.generation != caller_log.generation else next(parts, None)
     return None if same is None or is_transfer(same) else same
 
 
 def counts_differ(
-    boxes: Sequence[CallLog], newest: Mapping[int, Mapping[tuple[str, str], FlightRecorderEntry]]
+    logs: Sequence[CallLog], newest: Mapping[int, Mapping[tuple[str, str], FlightRecorderEntry]]
 ) -> bool:
     """Whether members of a group have made different numbers of calls: it is out of step.
 
-    It compares the boxes of the living ranks, and rank -> its newest calls in the flight
+    It compares the logs of the living ranks, and rank -> its newest calls in the flight
     recorders by backend and group.
     """
-    by_rank = {box.rank: box for box in boxes}
+    by_rank = {log.rank: log for log in logs}
     members: dict[str, set[int]] = {}
-    for box in boxes:
-        for group in box.groups.values():
+    for log in logs:
+        for group in log.groups.values():
             members.setdefault(group.name, set()).update(set(group.ranks) & set(by_rank))
     for name, ranks in members.items():
         if len({count_in(by_rank[rank], name) for rank in ranks}) > 1:
             return True
-    for box in boxes:
-        for channel, count in box.transfers.items():
+    for log in logs:
+        for channel, count in log.transfers.items():
             _, source, destination = channel
-            other = by_rank.get(destination if box.rank == source else source)
+            other = by_rank.get(destination if log.rank == source else source)
             if other is not None and other.transfers.get(channel, 0) != count:
                 return True
     return _newest_differ(members, newest)
@@ -210,7 +210,7 @@ def _is_asleep(scene: WaitGraph, rank: int, until_s: float) -> bool:
     if snapshot is None or scene.states[rank] != "running" or rank in scene.waits:
         return False
     is_blind = snapshot.is_in_torch and snapshot.is_asleep and not snapshot.newest
-    return is_blind and last_event_s(scene.views[rank].box) <= until_s
+    return is_blind and last_event_s(scene.views[rank].log) <= until_s
 
 
 def _together(ranks: set[int], needs: Mapping[int, Sequence[BlockingRank]]) -> list[set[int]]:

@@ -1,4 +1,4 @@
-"""Records of what ranks do in torch.distributed: calls, groups, black boxes, findings."""
+"""Records of what ranks do in torch.distributed: calls, groups, call logs, findings."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class CallLog:
-    """A rank's black box at one moment.
+    """A rank's call log at one moment.
 
     Attributes:
         generation: How often its groups have been recovered.
@@ -160,7 +160,7 @@ class RankView:
         state: "running", "finished", "raised", "ended" (its process), "stopped" (SIGSTOP),
             "absent" (idle, the cell was not sent to it) or "busy" (with an earlier cell).
         how: The exception's class if it raised, the way it ended if it did ("signal SIGKILL").
-        box: The rank's black box; None where it cannot be read.
+        log: The rank's call log; None where it cannot be read.
         snapshot: The rank's newest answer; None where it was not asked.
         looked_s: When the rank was asked for that answer; the host's monotonic clock.
     """
@@ -168,7 +168,7 @@ class RankView:
     rank: int
     state: str
     how: str = ""
-    box: CallLog | None = None
+    log: CallLog | None = None
     snapshot: ThreadSnapshot | None = None
     looked_s: float = 0.0
 

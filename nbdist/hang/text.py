@@ -149,22 +149,22 @@ def call_text(act: CallText, *, with_source: bool = True, of: str = "") -> str:
     return f"{call_signature(act)}{of}{place_suffix(act, with_source=with_source)}"
 
 
-def last_call(box: CallLog) -> str:
+def last_call(log: CallLog) -> str:
     """A dead rank's last act in torch.distributed; empty if it made no call."""
-    if not box.calls:
+    if not log.calls:
         return ""
-    call = box.waiting or box.calls[-1]
+    call = log.waiting or log.calls[-1]
     end = {"waiting": "it was still in it", "issued": "not waited for"}
     text = call_text(act_of(call), with_source=False)
     return f"its last call was {text} ({end.get(call.state, 'which was over')})"
 
 
-def state_of(box: CallLog | None, view: RankView) -> str:
+def state_of(log: CallLog | None, view: RankView) -> str:
     """`waiting in all_reduce(float32[3]) at line 7 of cell [12]`; empty if it does not wait.
 
     For a call that C++ issued this is likely, not certain: the recorder sees some never end.
     """
-    call = None if box is None or box.state != "running" else box.waiting
+    call = None if log is None or log.state != "running" else log.waiting
     if call is not None:
         return f"waiting in {call_text(act_of(call), with_source=False)}"
     snapshot = view.snapshot

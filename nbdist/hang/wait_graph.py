@@ -1,4 +1,4 @@
-"""Finds what waiting ranks need from each other, by their black boxes and looks.
+"""Finds what waiting ranks need from each other, by their call logs and looks.
 
 Every rank that waits needs the parts of other ranks in its call. A rank can be needed that will
 never come (it has finished), one that waits itself, and one that may still come. The search
@@ -27,14 +27,14 @@ class WaitGraph:
     """All ranks at one moment.
 
     Attributes:
-        states: The ranks' states, those of their boxes where these are newer.
+        states: The ranks' states, those of their logs where these are newer.
         waits: Ranks that wait.
     """
 
     def __init__(self, views: Sequence[RankView]):
         self.views = {view.rank: view for view in views}
         self.run = max(
-            (v.box.run for v in views if v.box is not None and v.state not in {"absent", "busy"}),
+            (v.log.run for v in views if v.log is not None and v.state not in {"absent", "busy"}),
             default=0,
         )
         self._histories: dict[tuple[int, str], _CallHistory] = {}
@@ -65,12 +65,12 @@ class WaitGraph:
         return tuple(sorted(missing))
 
     def _state(self, view: RankView) -> str:
-        box = view.box
-        if box is not None and box.run == self.run and view.state != "ended":
-            if view.state == "running" and box.state in {"finished", "raised"}:
-                return box.state  # its reply is still on its way
-            if view.state in {"finished", "raised"} and box.state == "running":
-                return "running"  # the box is the older one: what it counts is not the end
+        log = view.log
+        if log is not None and log.run == self.run and view.state != "ended":
+            if view.state == "running" and log.state in {"finished", "raised"}:
+                return log.state  # its reply is still on its way
+            if view.state in {"finished", "raised"} and log.state == "running":
+                return "running"  # the log is the older one: what it counts is not the end
         return view.state
 
     def _wait(self, view: RankView) -> WaitText | None:
@@ -87,11 +87,11 @@ class WaitGraph:
         return WaitText(view.rank, key, act_of(call), members, partner, call.began_s, group)
 
     def _call(self, rank: int) -> Call | None:
-        """The call from Python in which a rank, or its GPU, waits; another cell's box is no box."""
-        box = self.views[rank].box
-        if box is None or box.run != self.run or box.state != "running":
+        """The call from Python in which a rank, or its GPU, waits; another cell's log is no log."""
+        log = self.views[rank].log
+        if log is None or log.run != self.run or log.state != "running":
             return None
-        call = box.waiting
+        call = log.waiting
         # Work that C++ has issued is waited for without a number: the recorder knows which it is.
         if call is None or (call.op == "wait" and not call.number):
             return self._queued_call(rank)
@@ -99,11 +99,11 @@ class WaitGraph:
 
     def _in_other_threads(self, rank: int) -> list[tuple[BlockingRank, ...]]:
         """The parts lacking in further calls that the rank is in at the same time."""
-        box = self.views[rank].box
-        if box is None or self._call(rank) is None:
+        log = self.views[rank].log
+        if log is None or self._call(rank) is None:
             return []
         # The newest is the main thread's: the call that it waits in, or the wait for its GPU.
-        return [tuple(self._call_needs(rank, call)) for call in box.waits[:-1]]
+        return [tuple(self._call_needs(rank, call)) for call in log.waits[:-1]]
 
     def _inner_wait(self, view: RankView) -> WaitText | None:
         """A wait in a call that C++ issued, or for a call that a GPU has to do.
@@ -115,7 +115,7 @@ class WaitGraph:
             call, group = pending.call, pending.call.group
             act = act_inside(call, view.snapshot.place if view.snapshot else None)
             key = ("device" if pending.is_on_device else "inner", group, str(call.number))
-            members, since_s = self._shown_members(group), last_event_s(view.box)
+            members, since_s = self._shown_members(group), last_event_s(view.log)
             return WaitText(view.rank, key, act, members, "", since_s, self._description(group))
         return None
 
@@ -125,46 +125,46 @@ class WaitGraph:
         A call on a GPU is over for Python once it is queued. It is waited in if the main thread
         is held while the GPU has calls of its group to do, and a rank's part is missing.
         """
-        snapshot, box = self.views[rank].snapshot, self.views[rank].box
-        if box is None or snapshot is None or not snapshot.is_held or box.run != self.run:
+        snapshot, log = self.views[rank].snapshot, self.views[rank].log
+        if log is None or snapshot is None or not snapshot.is_held or log.run != self.run:
             return None
         groups = {call.group for call in snapshot.device_calls if call.is_pending}
         queued = (
             call
-            for call in box.calls
+            for call in log.calls
             if call.run == self.run and call.group in groups and call.state in {"done", "issued"}
         )
         return next((call for call in queued if call.number and self._is_lacking(rank, call)), None)
 
     def _is_lacking(self, rank: int, call: Call) -> bool:
-        """Whether a box shows that a rank has not come to this call, or came with another."""
-        mine = self.views[rank].box
+        """Whether a log shows that a rank has not come to this call, or came with another."""
+        mine = self.views[rank].log
         if mine is None or is_transfer(call):
             return mine is not None and self._lacks_partner(mine, call)
         for q in self._members(call.group):
-            box = self.views[q].box
-            if q == rank or box is None:
+            log = self.views[q].log
+            if q == rank or log is None:
                 continue
-            if box.generation != mine.generation or count_in(box, call.group) < call.number:
+            if log.generation != mine.generation or count_in(log, call.group) < call.number:
                 return True
-            theirs = self._history(box, call.group).calls.get(call.number)
+            theirs = self._history(log, call.group).calls.get(call.number)
             if theirs is not None and act_of(theirs).kind != act_of(call).kind:
                 return True
         return False
 
     def _lacks_partner(self, mine: CallLog, call: Call) -> bool:
-        """Whether the other end of a transfer has made fewer; not where its box is not known."""
+        """Whether the other end of a transfer has made fewer; not where its log is not known."""
         view = None if call.peer is None else self.views.get(call.peer)
-        if view is None or view.box is None or call.peer is None:
+        if view is None or view.log is None or call.peer is None:
             return False
         ends = (mine.rank, call.peer) if "send" in call.op else (call.peer, mine.rank)
-        count = view.box.transfers.get((call.group, *ends), 0)
-        return view.box.generation != mine.generation or count < call.number
+        count = view.log.transfers.get((call.group, *ends), 0)
+        return view.log.generation != mine.generation or count < call.number
 
     def _pending(self, rank: int) -> list[_PendingCall]:
         """Calls in a recorder that lack a rank's part."""
         view = self.views[rank]
-        snapshot, box = view.snapshot, view.box
+        snapshot, log = view.snapshot, view.log
         if snapshot is None:
             return []
         others = [q for q in self.views if q != rank]
@@ -178,7 +178,7 @@ class WaitGraph:
         # Python has issued a call there and does not wait for it: this may be it.
         issued = {
             call.group
-            for call in (() if box is None else box.calls)
+            for call in (() if log is None else log.calls)
             if call.state == "issued" and call.run == self.run
         }
         entries = [
@@ -248,7 +248,7 @@ class WaitGraph:
         return None
 
     def _collective_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
-        mine = self.views[rank].box
+        mine = self.views[rank].log
         others = [q for q in self._members(call.group) if q != rank]
         needs = [need for q in others if (need := self._part(q, rank, call)) is not None]
         if not needs and mine is not None:  # all have come: only an earlier mistake can explain it
@@ -260,12 +260,12 @@ class WaitGraph:
 
     def _part(self, q: int, rank: int, call: Call) -> BlockingRank | None:
         """Why q's part in this call is missing; None where it is there."""
-        mine, box = self.views[rank].box, self.views[q].box
-        if box is None or mine is None:
+        mine, log = self.views[rank].log, self.views[q].log
+        if log is None or mine is None:
             return self._missing(q, is_open=True)
-        is_same = box.generation == mine.generation
-        if not is_same or count_in(box, call.group) < call.number:
-            broken = self._broken_in(box, call)
+        is_same = log.generation == mine.generation
+        if not is_same or count_in(log, call.group) < call.number:
+            broken = self._broken_in(log, call)
             if broken is not None:
                 return self._unfit(q, act_of(call), broken)
             earlier = None if q in self.waits else self._earlier(q, mine, call)
@@ -273,14 +273,14 @@ class WaitGraph:
         # All ranks in one call need the same of each other.
         key = q, call.group, call.number, call.op, call.detail
         if key not in self._parts:
-            theirs = self._history(box, call.group).calls.get(call.number)
+            theirs = self._history(log, call.group).calls.get(call.number)
             self._parts[key] = None if theirs is None else self._unfit(q, act_of(call), theirs)
         return self._parts[key]
 
-    def _broken_in(self, box: CallLog, call: Call) -> Call | None:
+    def _broken_in(self, log: CallLog, call: Call) -> Call | None:
         """A rank's call of this number in this cell that raised, for which it is not counted."""
         key = self.run, call.group, call.number
-        raised = (c for c in reversed(box.calls) if c.state == "raised" and not is_transfer(c))
+        raised = (c for c in reversed(log.calls) if c.state == "raised" and not is_transfer(c))
         return next((c for c in raised if (c.run, c.group, c.number) == key), None)
 
     def _unfit(
@@ -305,10 +305,10 @@ class WaitGraph:
         self, q: int, mine: CallLog, call: Call, *, is_open: bool = False
     ) -> BlockingRank | None:
         """The first number before this at which q called another op, in this cell."""
-        box = self.views[q].box
-        if box is None or box.generation != mine.generation:
+        log = self.views[q].log
+        if log is None or log.generation != mine.generation:
             return None
-        history, other_history = self._history(mine, call.group), self._history(box, call.group)
+        history, other_history = self._history(mine, call.group), self._history(log, call.group)
         if history.ops == other_history.ops:  # nearly always
             return None
         for number, my_call in history.calls.items():
@@ -323,18 +323,18 @@ class WaitGraph:
                 return BlockingRank(q, "earlier", theirs=acts[0], mine=acts[1], is_open=is_open)
         return None
 
-    def _history(self, box: CallLog, group: str) -> _CallHistory:
-        history = self._histories.get((box.rank, group))
+    def _history(self, log: CallLog, group: str) -> _CallHistory:
+        history = self._histories.get((log.rank, group))
         if history is None:
-            count = count_in(box, group)
+            count = count_in(log, group)
             by_number = {
                 call.number: call  # the newest of a number: older ones were before a recovery
-                for call in box.calls
+                for call in log.calls
                 if call.group == group and 0 < call.number <= count and not is_transfer(call)
             }
             calls = dict(sorted(by_number.items()))
             ops = tuple((number, call.op) for number, call in calls.items())
-            history = self._histories[box.rank, group] = _CallHistory(calls, ops)
+            history = self._histories[log.rank, group] = _CallHistory(calls, ops)
         return history
 
     def _transfer_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
@@ -343,36 +343,36 @@ class WaitGraph:
             return
         is_send = "send" in call.op
         ends = (rank, call.peer) if is_send else (call.peer, rank)
-        mine = self.views[rank].box
+        mine = self.views[rank].log
         view = self.views.get(call.peer)
         if view is None or mine is None or not call.number:
             return
-        box = view.box
-        if box is None:
+        log = view.log
+        if log is None:
             yield self._missing(call.peer, is_open=True)
         elif (
-            box.generation != mine.generation
-            or box.transfers.get((call.group, *ends), 0) < call.number
+            log.generation != mine.generation
+            or log.transfers.get((call.group, *ends), 0) < call.number
         ):
             yield self._missing(call.peer)
         else:
-            theirs = _other_end(box, call, rank)
+            theirs = _other_end(log, call, rank)
             need = theirs and self._unfit(call.peer, act_of(call), theirs, fits_any=True)
             if need:
                 yield need
 
     def _any_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         """A recv from any rank: none is needed for sure, but all until one has sent."""
-        mine = self.views[rank].box
+        mine = self.views[rank].log
         others = [q for q in self._members(call.group) if q != rank]
-        boxes = [self.views[q].box for q in others]
-        for q, box in zip(others, boxes, strict=True):
+        logs = [self.views[q].log for q in others]
+        for q, log in zip(others, logs, strict=True):
             channel = (call.group, q, rank)
-            sent = 0 if box is None else box.transfers.get(channel, 0)
+            sent = 0 if log is None else log.transfers.get(channel, 0)
             if mine is not None and sent > mine.transfers.get(channel, 0):
                 return
-        for q, box in zip(others, boxes, strict=True):
-            yield self._missing(q, is_open=box is None)
+        for q, log in zip(others, logs, strict=True):
+            yield self._missing(q, is_open=log is None)
 
     def _missing(self, q: int, *, is_open: bool = False) -> BlockingRank:
         """Report that rank q has not come, and what it does instead."""
@@ -397,10 +397,10 @@ class WaitGraph:
         return BlockingRank(q, kind, view.how, at, theirs, is_open=is_open)
 
     def _members(self, group: str) -> tuple[int, ...]:
-        """The ranks of a group, as far as anybody's box knows it; else those that name it."""
+        """The ranks of a group, as far as anybody's log knows it; else those that name it."""
         for view in self.views.values():
-            if view.box is not None and group in view.box.groups:
-                ranks = view.box.groups[group].ranks
+            if view.log is not None and group in view.log.groups:
+                ranks = view.log.groups[group].ranks
                 return tuple(rank for rank in ranks if rank in self.views)
         if group in {"", "0"}:  # torch's name of the world
             return tuple(self.views)
@@ -412,9 +412,9 @@ class WaitGraph:
         )
 
     def _description(self, group: str) -> str:
-        """The name of a group, from a rank whose box knows it."""
-        boxes = (view.box for view in self.views.values() if view.box is not None)
-        descriptions = (box.groups[group].description for box in boxes if group in box.groups)
+        """The name of a group, from a rank whose log knows it."""
+        logs = (view.log for view in self.views.values() if view.log is not None)
+        descriptions = (log.groups[group].description for log in logs if group in log.groups)
         return next(filter(None, descriptions), group)
 
     def _shown_members(self, group: str) -> tuple[int, ...]:
@@ -424,13 +424,13 @@ class WaitGraph:
     def _is_at_work(self, rank: int) -> bool:
         """Whether it is not the main thread that waits: that one may still end the cell."""
         view = self.views[rank]
-        is_new = view.looked_s >= last_event_s(view.box)
+        is_new = view.looked_s >= last_event_s(view.log)
         return view.snapshot is not None and is_new and view.snapshot.is_free
 
     def _has_thread_in_call(self, rank: int) -> bool:
         """Whether it has ended the cell with a thread left in a call, after which it may go on."""
-        box = self.views[rank].box
-        return self.states[rank] != "ended" and box is not None and box.waiting is not None
+        log = self.views[rank].log
+        return self.states[rank] != "ended" and log is not None and log.waiting is not None
 
     @cached_property
     def movable(self) -> set[int]:
@@ -457,16 +457,16 @@ def is_transfer(call: Call) -> bool:
     return "send" in call.op or "recv" in call.op
 
 
-def count_in(box: CallLog, group: str) -> int:
+def count_in(log: CallLog, group: str) -> int:
     """Collectives that the rank has made in the group."""
-    return box.groups[group].calls if group in box.groups else 0
+    return log.groups[group].calls if group in log.groups else 0
 
 
-def last_event_s(box: CallLog | None) -> float:
+def last_event_s(log: CallLog | None) -> float:
     """When the rank was last seen to do something; a wait that C++ began is younger."""
-    if box is None:
+    if log is None:
         return 0.0
-    times = [box.since_s, *(call.ended_s or call.began_s for call in box.calls[-1:])]
+    times = [log.since_s, *(call.ended_s or call.began_s for call in log.calls[-1:])]
     return max(times)
 
 
@@ -487,10 +487,10 @@ class _CallHistory:
     ops: tuple[tuple[int, str], ...]
 
 
-def _other_end(box: CallLog, call: Call, rank: int) -> Call | None:
+def _other_end(log: CallLog, call: Call, rank: int) -> Call | None:
     """The call of the same number at the other end of a transfer."""
     key, is_send = (call.group, call.number, rank), "send" in call.op
-    transfers = (c for c in reversed(box.calls) if is_transfer(c) and ("send" in c.op) != is_send)
+    transfers = (c for c in reversed(log.calls) if is_transfer(c) and ("send" in c.op) != is_send)
     return next((c for c in transfers if (c.group, c.number, c.peer) == key), None)
 
 

@@ -245,7 +245,7 @@ class Session(CellRanks):
         What became of it, in a sentence without its full stop; empty where all ranks are idle.
         """
         self.status()  # ranks of other hosts are asked
-        if all(box.state != "running" for box in self.health.boxes().values()):
+        if all(log.state != "running" for log in self.health.logs().values()):
             return ""
         cell = self.resume()
         if cell is None:

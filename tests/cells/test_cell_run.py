@@ -45,7 +45,7 @@ def fake_session(**health: Any) -> Any:
         health=SimpleNamespace(
             **{
                 "needs_recovery": False,
-                "boxes": dict,
+                "logs": dict,
                 "mismatches": lambda _run: (),
                 "unmatched": lambda _run, _ranks: None,
             }
@@ -291,7 +291,7 @@ def test_a_recovery_that_lasts_does_not_keep_the_notebook_after_an_interrupt() -
 
 
 def test_a_rank_whose_reply_was_lost_is_not_waited_for_after_an_interrupt() -> None:
-    """Its black box says that its cell has ended; the interrupt came in that moment."""
+    """Its call log says that its cell has ended; the interrupt came in that moment."""
     session = fake_session()
     run = CellRun(session, CellRequest("code", (0, 1)), Kept())
     run.done(0, Failed())

@@ -47,7 +47,7 @@ def stage() -> None:
     """Install staging as on a GPU's ranks: with the recorder around it."""
     call_log.uninstall()
     host_staging.install()
-    call_log.install(call_log.open_box(None, rank))
+    call_log.install(call_log.open_log(None, rank))
     call_log.reset(0)
 
 

@@ -1,4 +1,4 @@
-"""A black box: what is written is read back, also while it is being written."""
+"""A call log: what is written is read back, also while it is being written."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def read(memory: bytearray) -> CallLog:
 def test_new_box_tells_who_it_is() -> None:
     """Before anything happens: rank, process, no cell, no calls."""
     memory, _ = new_writer()
-    box = read(memory)
+    log = read(memory)
 
-    assert (box.rank, box.pid, box.generation, box.run, box.state) == (3, 99, 0, 0, "finished")
-    assert [*box.groups, *box.transfers, *box.calls, *box.waits] == []
+    assert (log.rank, log.pid, log.generation, log.run, log.state) == (3, 99, 0, 0, "finished")
+    assert [*log.groups, *log.transfers, *log.calls, *log.waits] == []
 
 
 def test_call_is_read_as_it_was_made() -> None:
@@ -62,15 +62,15 @@ def test_call_is_read_as_it_was_made() -> None:
     before_s = time.monotonic()
     entry = writer.begin(world, pack_what("all_reduce", "float32[3]"), pack_place(PLACE))
     after_s = time.monotonic()
-    box = read(memory)
-    call = box.waiting
+    log = read(memory)
+    call = log.waiting
 
-    assert (box.run, box.state) == (41, "running")
-    assert before_s <= box.calls[0].began_s <= after_s
+    assert (log.run, log.state) == (41, "running")
+    assert before_s <= log.calls[0].began_s <= after_s
     assert call is not None
     assert (call.op, call.detail, call.group, call.number) == ("all_reduce", "float32[3]", "0", 1)
     assert (call.peer, call.place, call.run, call.ended_s) == (None, PLACE, 41, None)
-    assert box.groups == {"0": GroupRecord("0", (0, 1, 2, 3), 1, "default_pg")}
+    assert log.groups == {"0": GroupRecord("0", (0, 1, 2, 3), 1, "default_pg")}
 
     writer.end(entry, DONE)
     done = read(memory).calls[0]
@@ -103,7 +103,7 @@ def test_long_texts_are_cut_and_stay_readable() -> None:
 
 
 def test_the_newest_call_tells_its_cell() -> None:
-    """Of an empty box, in a cell without a call, in one with calls, and round the ring."""
+    """Of an empty log, in a cell without a call, in one with calls, and round the ring."""
     memory, writer, world = new_pair()
     runs = [call_log.newest_run(memory)]
     for run, calls in ((7, 1), (8, 0), (9, MAX_RECORDS + 3), (10, 0)):
@@ -121,10 +121,10 @@ def test_ring_keeps_the_newest() -> None:
     memory, writer, world = new_pair()
     for _ in range(1000):
         writer.end(writer.begin(world, b"barrier\0", b""), DONE)
-    box = read(memory)
+    log = read(memory)
 
-    assert [call.number for call in box.calls] == list(range(1001 - MAX_RECORDS, 1001))
-    assert box.groups["0"].calls == 1000
+    assert [call.number for call in log.calls] == list(range(1001 - MAX_RECORDS, 1001))
+    assert log.groups["0"].calls == 1000
 
 
 def test_only_calls_that_are_asked_for_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +141,14 @@ def test_only_calls_that_are_asked_for_are_read(monkeypatch: pytest.MonkeyPatch)
         return original(calls, slot)
 
     monkeypatch.setattr(call_log._RecordedCalls, "_read_slot", note)
-    box = read(memory)
-    ops = [call.op for call in (*box.waits, *box.calls[-1:], *box.calls[-1:])]
+    log = read(memory)
+    ops = [call.op for call in (*log.waits, *log.calls[-1:], *log.calls[-1:])]
     n_slots = len(slots)
 
     assert ops == ["barrier", "all_reduce", "all_reduce"]
     assert n_slots == 2
-    assert [call.number for call in reversed(box.calls)] == [*range(MAX_RECORDS, 0, -1)]
-    assert [*box.calls] == [*box.calls[:]] == [box.calls[n] for n in range(len(box.calls))]
+    assert [call.number for call in reversed(log.calls)] == [*range(MAX_RECORDS, 0, -1)]
+    assert [*log.calls] == [*log.calls[:]] == [log.calls[n] for n in range(len(log.calls))]
     assert len(slots) == MAX_RECORDS
 
 
@@ -207,11 +207,11 @@ def test_reset_counts_from_nothing_and_nothing_waits() -> None:
     writer.begin(world, b"a\0", b"")
     writer.begin(transfer, b"send\0", b"", peer=1)
     writer.reset(5)
-    box = read(memory)
+    log = read(memory)
 
-    assert (box.generation, box.waiting) == (5, None)
-    assert [call.state for call in box.calls] == ["raised", "raised"]
-    assert (box.groups["0"].calls, dict(box.transfers)) == (0, {("0", 0, 1): 0})
+    assert (log.generation, log.waiting) == (5, None)
+    assert [call.state for call in log.calls] == ["raised", "raised"]
+    assert (log.groups["0"].calls, dict(log.transfers)) == (0, {("0", 0, 1): 0})
     assert writer.begin(world, b"a\0", b"")[1] == 1
     assert read(memory).waiting is not None
 
@@ -223,11 +223,11 @@ def test_transfers_are_counted_apart() -> None:
     for group, source, destination in ((0, 0, 1), (0, 0, 1), (0, 1, 0), (1, 0, 1)):
         channel = writer.transfer(groups[group], source, destination)
         writer.end(writer.begin(channel, b"send\0", b"", peer=destination), DONE)
-    box = read(memory)
+    log = read(memory)
 
-    assert box.transfers == {("0", 0, 1): 2, ("0", 1, 0): 1, ("1", 0, 1): 1}
-    assert [group.calls for group in box.groups.values()] == [0, 0]
-    assert [(c.group, c.number, c.peer) for c in box.calls][-1] == ("1", 1, 1)
+    assert log.transfers == {("0", 0, 1): 2, ("0", 1, 0): 1, ("1", 0, 1): 1}
+    assert [group.calls for group in log.groups.values()] == [0, 0]
+    assert [(c.group, c.number, c.peer) for c in log.calls][-1] == ("1", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +252,11 @@ def test_destroyed_groups_make_room() -> None:
         writer.begin(channel, pack_what("barrier", str(index)), b"")
         if index < 1999:
             writer.drop([f"group {index}"])
-    box = read(memory)
+    log = read(memory)
 
-    assert [*box.groups] == ["group 1999"]
-    assert [*box.transfers] == [("group 1999", 0, 1)]
-    named = [call for call in box.calls if call.op == "barrier"]
+    assert [*log.groups] == ["group 1999"]
+    assert [*log.transfers] == [("group 1999", 0, 1)]
+    named = [call for call in log.calls if call.op == "barrier"]
     assert len(named) > 64
     assert all(call.group == f"group {call.detail}" for call in named)
 
@@ -301,7 +301,7 @@ while True:
 
 
 def test_box_is_read_while_another_process_writes(tmp_path: Path) -> None:
-    """300 reads of a box written without a pause: no record mixes two calls, time goes on."""
+    """300 reads of a log written without a pause: no record mixes two calls, time goes on."""
     path = tmp_path / "box"
     path.write_bytes(bytes(SIZE_BYTES))
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
@@ -312,14 +312,14 @@ def test_box_is_read_while_another_process_writes(tmp_path: Path) -> None:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         newest = []
         for _ in range(300):
-            box = call_log.read(mapped)
-            for call in box.calls:
+            log = call_log.read(mapped)
+            for call in log.calls:
                 assert call.op == f"op{call.number}"
                 assert call.detail == "x" * (call.number % 90)
                 if call.state == "done":
                     assert call.ended_s is not None
                     assert 0 <= call.ended_s - call.began_s < 60
-            numbers = [call.number for call in box.calls]
+            numbers = [call.number for call in log.calls]
             assert numbers == sorted(set(numbers))
             newest += numbers[-1:]  # none if all was written anew during each of the copies
         assert len(newest) > 150

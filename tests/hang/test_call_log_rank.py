@@ -1,4 +1,4 @@
-"""The black box of a rank: every collective of the user is in it, with its place and number."""
+"""The call log of a rank: every collective of the user is in it, with its place and number."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RUN
 
 
-@pytest.fixture(name="box")
-def _box() -> Iterator[layout.CallLogWriter]:
+@pytest.fixture(name="log")
+def _log() -> Iterator[layout.CallLogWriter]:
     """A world of one rank, recorded."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    box = call_log.open_box(None, 0)
-    call_log.install(box)
+    log = call_log.open_log(None, 0)
+    call_log.install(log)
     try:
-        yield box
+        yield log
     finally:
         call_log.uninstall()
         dist.destroy_process_group()
@@ -56,7 +56,7 @@ def last() -> Call:
 # What is recorded of one call
 
 
-def test_call_is_recorded_with_its_place(box: layout.CallLogWriter) -> None:
+def test_call_is_recorded_with_its_place(log: layout.CallLogWriter) -> None:
     """The operation, the tensor, the number, and the line of this file."""
     dist.all_reduce(torch.ones(3))
     line = sys._getframe().f_lineno - 1
@@ -86,7 +86,7 @@ DETAILS = {
 
 
 @pytest.mark.parametrize("name", DETAILS)
-def test_detail(box: layout.CallLogWriter, name: str) -> None:
+def test_detail(log: layout.CallLogWriter, name: str) -> None:
     """Each operation's name and detail; what it calls by itself is not recorded."""
     function, detail = DETAILS[name]
     function(torch.ones(2, 3))
@@ -94,7 +94,7 @@ def test_detail(box: layout.CallLogWriter, name: str) -> None:
     assert [(c.op, c.detail) for c in now().calls] == [(name.removesuffix(" by name"), detail)]
 
 
-def test_every_collective_of_torch_is_in_a_table(box: layout.CallLogWriter) -> None:
+def test_every_collective_of_torch_is_in_a_table(log: layout.CallLogWriter) -> None:
     """A public function of torch.distributed that takes a group is wrapped, or known not to be."""
     known_others = {
         "get_backend", "get_backend_config", "get_backend_impl", "get_global_rank",
@@ -116,7 +116,7 @@ def _is_ours(function: Any) -> bool:
     return bool(function.__code__.co_filename.endswith("recorder.py"))
 
 
-def test_async_call_is_issued_then_waited_for(box: layout.CallLogWriter) -> None:
+def test_async_call_is_issued_then_waited_for(log: layout.CallLogWriter) -> None:
     """One record for both, at the place of wait(); the second wait of the same work is done too."""
     work = dist.all_reduce(torch.ones(3), async_op=True)
     issued = last()
@@ -131,7 +131,7 @@ def test_async_call_is_issued_then_waited_for(box: layout.CallLogWriter) -> None
     assert done.began_s >= issued.began_s
 
 
-def test_unknown_work_is_a_wait(box: layout.CallLogWriter) -> None:
+def test_unknown_work_is_a_wait(log: layout.CallLogWriter) -> None:
     """Work that no recorded call returned is waited for under the name "wait", uncounted."""
     options = dist.AllreduceOptions()
     dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([torch.ones(3)], options).wait()
@@ -140,7 +140,7 @@ def test_unknown_work_is_a_wait(box: layout.CallLogWriter) -> None:
     assert now().groups["0"].calls == 0
 
 
-def test_functional_collective_is_a_wait(box: layout.CallLogWriter) -> None:
+def test_functional_collective_is_a_wait(log: layout.CallLogWriter) -> None:
     """What DTensor waits in is recorded."""
     from torch.distributed import _functional_collectives as functional
 
@@ -150,7 +150,7 @@ def test_functional_collective_is_a_wait(box: layout.CallLogWriter) -> None:
     assert [(c.op, c.detail) for c in now().calls] == [("wait", "float32[3]")]
 
 
-def test_call_that_raises_is_not_counted(box: layout.CallLogWriter) -> None:
+def test_call_that_raises_is_not_counted(log: layout.CallLogWriter) -> None:
     """It stays in the ring as raised; the next call gets its number."""
     with pytest.raises(ValueError, match="group_rank"):
         dist.broadcast(torch.ones(1))
@@ -162,7 +162,7 @@ def test_call_that_raises_is_not_counted(box: layout.CallLogWriter) -> None:
     assert now().groups["0"].calls == 1
 
 
-def test_wrong_arguments_are_told_by_torch(box: layout.CallLogWriter) -> None:
+def test_wrong_arguments_are_told_by_torch(log: layout.CallLogWriter) -> None:
     """The recorder stays out of the message, and records nothing after it."""
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'tensor'"):
         dist.all_reduce()
@@ -172,7 +172,7 @@ def test_wrong_arguments_are_told_by_torch(box: layout.CallLogWriter) -> None:
     assert last().number == 1
 
 
-def test_new_and_destroyed_groups(box: layout.CallLogWriter) -> None:
+def test_new_and_destroyed_groups(log: layout.CallLogWriter) -> None:
     """A group is known before its first call and gone with its end; forming it is a call."""
     pair = dist.new_group([0])
     formed = last()
@@ -189,15 +189,15 @@ def test_new_and_destroyed_groups(box: layout.CallLogWriter) -> None:
     assert last().group == "1"
 
 
-def test_no_member_records_nothing(box: layout.CallLogWriter) -> None:
+def test_no_member_records_nothing(log: layout.CallLogWriter) -> None:
     """A call with NON_GROUP_MEMBER does nothing in torch and nothing here."""
     with pytest.warns(UserWarning, match="does not belong to"):
         dist.all_reduce(torch.ones(1), group=dist.GroupMember.NON_GROUP_MEMBER)
     assert not now().calls
 
 
-def test_compiled_function_is_one_graph(box: layout.CallLogWriter) -> None:
-    """torch.compile(fullgraph=True) with a collective works as without the box; not recorded."""
+def test_compiled_function_is_one_graph(log: layout.CallLogWriter) -> None:
+    """torch.compile(fullgraph=True) with a collective works as without the log; not recorded."""
 
     def double(x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x)
@@ -208,9 +208,9 @@ def test_compiled_function_is_one_graph(box: layout.CallLogWriter) -> None:
     assert "all_reduce" not in [call.op for call in now().calls]
 
 
-def test_uninstall_leaves_torch_as_it_was(box: layout.CallLogWriter) -> None:
+def test_uninstall_leaves_torch_as_it_was(log: layout.CallLogWriter) -> None:
     """Wrapped twice it is still wrapped once, and afterwards not at all."""
-    call_log.install(box)
+    call_log.install(log)
     wrapper = dist.all_reduce
     assert dist.all_reduce is c10d.all_reduce
     assert not _is_ours(wrapper.__wrapped__)
@@ -220,10 +220,10 @@ def test_uninstall_leaves_torch_as_it_was(box: layout.CallLogWriter) -> None:
         assert not hasattr(dist, name) or not _is_ours(getattr(dist, name))
     assert dist.all_reduce is wrapper.__wrapped__
     assert not hasattr(dist.Work.wait, "__wrapped__")
-    call_log.install(box)
+    call_log.install(log)
 
 
-def test_reset_counts_from_nothing(box: layout.CallLogWriter) -> None:
+def test_reset_counts_from_nothing(log: layout.CallLogWriter) -> None:
     """The next call after a recovery is number 1, and what was issued before waits no more."""
     work = dist.all_reduce(torch.ones(3), async_op=True)
     call_log.reset(2)
@@ -238,24 +238,24 @@ def test_reset_counts_from_nothing(box: layout.CallLogWriter) -> None:
 
 def test_file_can_be_read_by_its_owner_alone(tmp_path: Path) -> None:
     """Folder 0700, file 0600, its space allocated, nothing else left in the folder."""
-    box = call_log.open_box(tmp_path, 3)
+    log = call_log.open_log(tmp_path, 3)
     path = tmp_path / "boxes" / "3"
 
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.stat().st_blocks * 512 >= layout.SIZE_BYTES
     assert [entry.name for entry in path.parent.iterdir()] == ["3"]
-    box.set_cell(5, "running")
+    log.set_cell(5, "running")
     read = layout.read(path.read_bytes())
     assert (read.rank, read.pid, read.run, call_log.problem()) == (3, os.getpid(), 5, "")
 
 
 def test_new_process_leaves_the_old_box_as_it_was(tmp_path: Path) -> None:
-    """Who has the dead rank's box mapped can still read it when the next has its own."""
-    call_log.open_box(tmp_path, 0).set_cell(7, "running")
+    """Who has the dead rank's log mapped can still read it when the next has its own."""
+    call_log.open_log(tmp_path, 0).set_cell(7, "running")
     with (tmp_path / "boxes" / "0").open("rb") as file:
         old = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    call_log.open_box(tmp_path, 0)
+    call_log.open_log(tmp_path, 0)
 
     assert layout.read(old).run == 7
     assert layout.read((tmp_path / "boxes" / "0").read_bytes()).run == 0
@@ -264,19 +264,19 @@ def test_new_process_leaves_the_old_box_as_it_was(tmp_path: Path) -> None:
 def test_full_disk_is_told_and_nothing_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No room: a sentence with the folder, no file, and a box in memory that works."""
+    """No room: a sentence with the folder, no file, and a log in memory that works."""
 
     def no_room(*_args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", no_room)
-    box = call_log.open_box(tmp_path, 1)
-    box.set_cell(5, "running")
+    log = call_log.open_log(tmp_path, 1)
+    log.set_cell(5, "running")
 
     assert "No space left on device" in call_log.problem()
     assert str(tmp_path / "boxes") in call_log.problem()
     assert list((tmp_path / "boxes").iterdir()) == []
-    assert layout.read(bytes(box.memory)).run == 5
+    assert layout.read(bytes(log.memory)).run == 5
 
 
 # Cells
@@ -322,7 +322,7 @@ def engine() -> Engine:
     ],
 )
 def test_cell_begins_and_ends_in_the_box(
-    box: layout.CallLogWriter, source: str, state: str
+    log: layout.CallLogWriter, source: str, state: str
 ) -> None:
     """Its run id, "running" inside, and how it ended, whatever kind of cell it is."""
     rank = engine()
@@ -339,7 +339,7 @@ def test_cell_begins_and_ends_in_the_box(
     assert now().run == 42
 
 
-def test_function_of_an_earlier_cell(box: layout.CallLogWriter) -> None:
+def test_function_of_an_earlier_cell(log: layout.CallLogWriter) -> None:
     """A call in a function of cell 7 that cell 12 calls is at its line of cell 7."""
     rank = engine()
     call_log.name_cells(rank.shell)

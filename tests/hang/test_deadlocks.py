@@ -23,7 +23,7 @@ from nbdist.hang.records import (
     SourceLine,
     ThreadSnapshot,
 )
-from tests.support.boxes import with_calls
+from tests.support.call_logs import with_calls
 
 PROGRAMS = 150
 RUN = 3
@@ -37,7 +37,7 @@ class Part:
     op: str
     channel: tuple[object, ...]
     total: int  # its number among all calls of the channel
-    number: int  # and among those that a black box records
+    number: int  # and among those that a call log records
     is_waited: bool
 
 
@@ -175,10 +175,10 @@ class Simulation:
         is_inner = rank.blocked is not None
         snapshot = ThreadSnapshot(SourceLine(1, "", 1), (), is_inner, is_inner, newest)
         memberships = {n: GroupRecord(n, m, groups[n]) for n, m in self.groups.items() if who in m}
-        in_box = state if state in {"finished", "raised"} else "running"
-        box = CallLog(who, who, 0, RUN, in_box, 0.0, memberships, transfers, (), ())
-        box = with_calls(box, *calls)
-        return RankView(who, state, "x" * (state != "finished"), box, snapshot)
+        in_log = state if state in {"finished", "raised"} else "running"
+        log = CallLog(who, who, 0, RUN, in_log, 0.0, memberships, transfers, (), ())
+        log = with_calls(log, *calls)
+        return RankView(who, state, "x" * (state != "finished"), log, snapshot)
 
     def _call(self, who: int, part: Part, is_blocked: bool) -> Call:
         state = "waiting" if is_blocked else "done" if part.is_waited else "issued"

@@ -1,4 +1,4 @@
-"""Who waits for whom is found and said in one line, from made-up black boxes."""
+"""Who waits for whom is found and said in one line, from made-up call logs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nbdist.hang.diagnose import diagnose
 from nbdist.hang.records import RankView, WaitFinding
 from nbdist.hang.text import BlockingRank
 from nbdist.hang.wait_graph import WaitGraph
-from tests.support.boxes import (
+from tests.support.call_logs import (
     NOW_S,
     REDUCE,
     RUN,
     WORLD,
     at,
-    box,
     call,
+    log,
     only_finding,
     reduce,
     snapshot,
@@ -61,7 +61,7 @@ IS_LATE = "rank 1 has not come to it yet (still running)"
             True,
         ),
         (view(1, "running", reduce("raised")), "rank 1 raised an error in it", False),
-        # A much larger shape kills a rank; its box is read after its death.
+        # A much larger shape kills a rank; its log is read after its death.
         (
             view(1, "ended", LARGE_SHAPE, how="signal SIGABRT"),
             "rank 1 ended (signal SIGABRT) in all_reduce(float32[1000000]) at line 4",
@@ -74,7 +74,7 @@ IS_LATE = "rank 1 has not come to it yet (still running)"
         ),
         (view(1, "finished", OTHER_SHAPE), "rank 1 called it with float32[4] at line 2", True),
         (view(1, "running", OTHER_SHAPE), "rank 1 called it with float32[4] at line 2", False),
-        # Without a box, with one that is ahead of the reply, and with one that is behind it.
+        # Without a log, with one that is ahead of the reply, and with one that is behind it.
         (
             RankView(1, "finished"),
             "rank 1 may have called it or not: its calls cannot be read",
@@ -86,8 +86,8 @@ IS_LATE = "rank 1 has not come to it yet (still running)"
             "rank 1 ended (node1 cannot be reached) before it or in it",
             True,
         ),
-        (RankView(1, "running", "", box(1, groups=PAIR, state="finished")), FINISHED, True),
-        (RankView(1, "finished", "", box(1, groups=PAIR, state="running")), IS_LATE, False),
+        (RankView(1, "running", "", log(1, groups=PAIR, state="finished")), FINISHED, True),
+        (RankView(1, "finished", "", log(1, groups=PAIR, state="running")), IS_LATE, False),
     ],
 )
 def test_a_rank_that_does_not_do_its_part_is_told(
@@ -300,10 +300,10 @@ def test_the_same_call_in_two_groups_is_told_with_the_groups() -> None:
         f"rank 0 waits in all_reduce(float32[3]) in group 1 {place}; "
         f"rank 1 waits in all_reduce(float32[3]) in group 2 {place}; they wait for each other"
     )
-    box = views[0].box
-    assert box is not None
-    tp = {**box.groups, "1": replace(box.groups["1"], description="tp")}
-    described = replace(views[0], box=replace(box, groups=tp))
+    log = views[0].log
+    assert log is not None
+    tp = {**log.groups, "1": replace(log.groups["1"], description="tp")}
+    described = replace(views[0], log=replace(log, groups=tp))
     assert "rank 0 waits in all_reduce(float32[3]) in group tp at" in (
         only_finding(described, views[1]).text
     )
@@ -389,17 +389,17 @@ def test_many_lines_and_a_long_source_are_cut() -> None:
 
 
 def test_the_box_of_another_cell_counts_as_nothing() -> None:
-    """A rank that has not begun the cell does not wait, whatever its box last held."""
-    stale = box(0, reduce("waiting"), groups=PAIR, run=RUN - 1, state="raised")
+    """A rank that has not begun the cell does not wait, whatever its log last held."""
+    stale = log(0, reduce("waiting"), groups=PAIR, run=RUN - 1, state="raised")
     views = [RankView(0, "running", "", stale), view(1, "finished")]
 
     assert diagnose(views, NOW_S) == ()
 
 
 def test_counts_from_before_a_recovery_are_not_compared() -> None:
-    """A dead rank's box keeps its old count; it is not in step with the new groups."""
-    dead = box(1, reduce(), reduce(), groups=PAIR, generation=0)
-    alive = box(0, reduce("waiting"), groups=PAIR, generation=1)
+    """A dead rank's log keeps its old count; it is not in step with the new groups."""
+    dead = log(1, reduce(), reduce(), groups=PAIR, generation=0)
+    alive = log(0, reduce("waiting"), groups=PAIR, generation=1)
     views = [RankView(0, "running", "", alive), RankView(1, "ended", "exit code 3", dead)]
 
     assert only_finding(*views).text == HEAD + "rank 1 ended (exit code 3) before it"

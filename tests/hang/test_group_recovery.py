@@ -18,7 +18,7 @@ from nbdist.hang.kernel.group_recovery import (
 from nbdist.hang.kernel.health import Health
 from nbdist.hang.records import CallLog
 from nbdist.hang.recovery import RecoveryResult
-from tests.support.boxes import WORLD, box, reduce
+from tests.support.call_logs import WORLD, log, reduce
 
 RECOVERED = RecoveryResult({}, {"model": 2}, {"model": "aa/bb"})
 
@@ -44,10 +44,10 @@ class FakeRanks:
         self.checksums: dict[int, dict[str, str]] = {}
         self.restart_verb = lambda ranks: f"%dist_restart {rank_label(ranks)}"
 
-    def boxes(self) -> dict[int, CallLog]:
+    def logs(self) -> dict[int, CallLog]:
         groups = {WORLD: (0, 1)}
         return {
-            rank: box(rank, *[reduce()] * n, groups=groups) for rank, n in enumerate(self.calls)
+            rank: log(rank, *[reduce()] * n, groups=groups) for rank, n in enumerate(self.calls)
         }
 
     def begin_recovery(self) -> dict[int, Future[Any]]:

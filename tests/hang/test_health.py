@@ -1,4 +1,4 @@
-"""What the notebook knows of ranks by their black boxes, also where these are on another host."""
+"""What the notebook knows of ranks by their call logs, also where these are on another host."""
 
 import signal
 import time
@@ -16,7 +16,7 @@ from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.exit_cause import CRASH_FILE
 from nbdist.hang import call_log
 from nbdist.hang.call_log import DONE, SIZE_BYTES, CallLogWriter
-from nbdist.hang.kernel.health import LOOK_PAUSE_S, BoxFiles, Health
+from nbdist.hang.kernel.health import LOOK_PAUSE_S, CallLogFiles, Health
 from nbdist.hang.records import CallLog, SourceLine, ThreadSnapshot
 
 AHEAD_S = 5000.0
@@ -53,11 +53,11 @@ class FakeChannel:
 
 
 def content() -> bytes:
-    """A box of another host, whose clock is ahead."""
-    box = CallLogWriter(bytearray(SIZE_BYTES), 0, 77)
-    box.set_cell(3, "running")
-    box.end(box.begin(box.group("0", (0,)), b"barrier\0", b""), 2)
-    return bytes(box.memory)
+    """A log of another host, whose clock is ahead."""
+    log = CallLogWriter(bytearray(SIZE_BYTES), 0, 77)
+    log.set_cell(3, "running")
+    log.end(log.begin(log.group("0", (0,)), b"barrier\0", b""), 2)
+    return bytes(log.memory)
 
 
 def health_of(
@@ -126,10 +126,10 @@ def test_memory_that_was_written_over_is_told_by_the_shapes(
     """Which signal ends a rank then depends on what lay there; SIGKILL comes from outside."""
     (tmp_path / "boxes").mkdir()
     for rank, shape in enumerate(("float32[10]", "float32[1000000]")):
-        box = CallLogWriter(bytearray(SIZE_BYTES), rank, 77)
-        box.set_cell(3, "running")
-        box.begin(box.group("0", (0, 1)), call_log.pack_what("all_reduce", shape), b"")
-        (tmp_path / "boxes" / str(rank)).write_bytes(bytes(box.memory))
+        log = CallLogWriter(bytearray(SIZE_BYTES), rank, 77)
+        log.set_cell(3, "running")
+        log.begin(log.group("0", (0, 1)), call_log.pack_what("all_reduce", shape), b"")
+        (tmp_path / "boxes" / str(rank)).write_bytes(bytes(log.memory))
     health = health_of(FakeChannel(), tmp_path, {0: Exit(0, code)}, n_ranks=2)
     health.note_exit(0, code, is_ours=False)
     health.close()
@@ -141,28 +141,28 @@ def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> Non
     """In the moment in which it is done and not noted yet nothing is known, and nothing fails."""
     channel = FakeChannel()
     health = health_of(channel, tmp_path)
-    assert health.box(0) is None
+    assert health.log(0) is None
     (first,) = channel.asked
     written = content()
     asked_s = time.monotonic()
     first.set_result((asked_s + AHEAD_S, written))
-    between = health.box(0)
+    between = health.log(0)
     first.tell()
     noted_s = time.monotonic()
-    box = health.box(0)
+    log = health.log(0)
 
     assert between is None
-    assert box is not None
-    assert (box.rank, box.run, box.state) == (0, 3, "running")
-    # Their clock's times, told by ours: the box was written before it was sent.
-    assert asked_s - AHEAD_S - 60 < box.calls[0].began_s <= noted_s - AHEAD_S
+    assert log is not None
+    assert (log.rank, log.run, log.state) == (0, 3, "running")
+    # Their clock's times, told by ours: the log was written before it was sent.
+    assert asked_s - AHEAD_S - 60 < log.calls[0].began_s <= noted_s - AHEAD_S
     assert len(channel.asked) == 2, "one that is on its way is not asked again"
     (tmp_path / "boxes").mkdir()
     (tmp_path / "boxes" / "0").write_bytes(written)  # as its agent sends it when the rank ends
-    last = health.box(0)
+    last = health.log(0)
     health.close()
     assert last is not None
-    assert list(last.calls) == list(box.calls)
+    assert list(last.calls) == list(log.calls)
 
 
 def test_many_ranks_are_asked_less_often(tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_of_64_boxes_those_are_read_in_which_something_has_happened(
     original = call_log.read
 
     def count(*args: Any) -> CallLog:
-        box = original(*args)
-        read.append(box.rank)
-        return box
+        log = original(*args)
+        read.append(log.rank)
+        return log
 
     monkeypatch.setattr(call_log, "read", count)
     writers = []
@@ -201,7 +201,7 @@ def test_of_64_boxes_those_are_read_in_which_something_has_happened(
         (tmp_path / str(rank)).write_bytes(bytes(SIZE_BYTES))
         with (tmp_path / str(rank)).open("r+b") as file:
             writers.append(CallLogWriter(mmap(file.fileno(), 0), rank, 1000 + rank))
-    files = BoxFiles(tmp_path)
+    files = CallLogFiles(tmp_path)
     looks = []
     for _ in range(3):
         for rank in range(64):

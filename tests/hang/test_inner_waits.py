@@ -9,7 +9,7 @@ import pytest
 from nbdist.hang.diagnose import diagnose
 from nbdist.hang.records import FlightRecorderEntry, RankView, ThreadSnapshot, WaitFinding
 from nbdist.hang.text import state_of
-from tests.support.boxes import (
+from tests.support.call_logs import (
     NOW_S,
     WORLD,
     at,
@@ -91,12 +91,12 @@ def test_a_sleep_in_torch_without_a_recorder_is_a_guess() -> None:
 
 
 def test_a_wait_for_work_of_cxx_is_looked_up_in_the_recorder() -> None:
-    """The box says "wait" and no number."""
+    """The log says "wait" and no number."""
     wait = call("wait", line=4, state="waiting")
-    waiting_box = view(0, "running", wait, snapshot=step(4)).box
-    assert waiting_box is not None
-    unnumbered = with_calls(waiting_box, replace(waiting_box.calls[0], group="", number=0))
-    waits = replace(view(0, "running", snapshot=step(4)), box=unnumbered)
+    waiting_log = view(0, "running", wait, snapshot=step(4)).log
+    assert waiting_log is not None
+    unnumbered = with_calls(waiting_log, replace(waiting_log.calls[0], group="", number=0))
+    waits = replace(view(0, "running", snapshot=step(4)), log=unnumbered)
 
     assert only_finding(waits, view(1, "finished", snapshot=step(3))).text == (
         INNER + "rank 1 finished without calling it"
@@ -168,7 +168,7 @@ def test_a_rank_that_may_still_queue_the_call_is_late() -> None:
 
 
 def test_a_call_from_python_is_told_at_its_own_line() -> None:
-    """It was over for Python once it was queued: the box knows its line and its number."""
+    """It was over for Python once it was queued: the log knows its line and its number."""
     waits = view(0, "running", reduce(), reduce(place=at(9)), snapshot=queued(on_gpu(1), on_gpu(2)))
     finding = only_finding(waits, view(1, "finished", reduce()))
 
@@ -180,11 +180,11 @@ def test_a_wait_for_work_of_cxx_is_one_for_the_gpu() -> None:
     """Such a wait has no number: it is no further thread that lacks nothing."""
     wait = call("wait", line=8, state="waiting")
     waits = view(0, "running", reduce(), wait, snapshot=queued(on_gpu(1)))
-    assert waits.box is not None
-    made, unnumbered = waits.box.calls
-    waiting_box = with_calls(waits.box, made, replace(unnumbered, group="", number=0))
-    waiting_box = replace(waiting_box, groups={WORLD: replace(waits.box.groups[WORLD], calls=1)})
-    finding = only_finding(replace(waits, box=waiting_box), view(1, "finished"))
+    assert waits.log is not None
+    made, unnumbered = waits.log.calls
+    waiting_log = with_calls(waits.log, made, replace(unnumbered, group="", number=0))
+    waiting_log = replace(waiting_log, groups={WORLD: replace(waits.log.groups[WORLD], calls=1)})
+    finding = only_finding(replace(waits, log=waiting_log), view(1, "finished"))
 
     assert finding.text.startswith("rank 0 waits in all_reduce(float32[3])")
     assert finding.is_certain
@@ -206,4 +206,4 @@ def test_work_that_nobody_waits_for_is_not_certain() -> None:
     waits = view(0, "running", reduce("issued"), snapshot=queued(on_gpu(1)))
 
     assert not only_finding(waits, view(1, "finished")).is_certain
-    assert state_of(waits.box, waits).startswith("waiting in all_reduce(float32[20])")
+    assert state_of(waits.log, waits).startswith("waiting in all_reduce(float32[20])")

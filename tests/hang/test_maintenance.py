@@ -112,7 +112,7 @@ def test_idle_ranks_are_asked_until_they_hear_a_new_controller() -> None:
         cluster=SimpleNamespace(unheard={0, 1}), ranks=(0, 1), call=call, exit_of=lambda _: None
     )
     states = {0: SimpleNamespace(state="finished"), 1: SimpleNamespace(state="running")}
-    health: Any = SimpleNamespace(refresh=lambda _s: None, boxes=lambda: states)
+    health: Any = SimpleNamespace(refresh=lambda _s: None, logs=lambda: states)
 
     assert await_idle(ranks, health) == ()
     assert asked == [0, 0, 0]

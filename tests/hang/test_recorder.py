@@ -1,4 +1,4 @@
-"""Black boxes of several ranks: read from outside while a rank is blocked, and meetings."""
+"""Call logs of several ranks: read from outside while a rank is blocked, and meetings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DEADLINE_S = 30.0
 
 
 class Peers(TorchRanks):
-    """Ranks that say `ready`; their boxes can be read without asking them, until they go on."""
+    """Ranks that say `ready`; their logs can be read without asking them, until they go on."""
 
     def __init__(self, folder: Path, size: int, program: Program, **arguments: Any) -> None:
         super().__init__(folder, size, program, arguments=arguments, NBDIST_RUN=str(folder))
         for number in range(size):
             self.wait_for("ready", number)
 
-    def box(self, rank: int) -> CallLog:
-        """Its box, read without asking it."""
+    def log(self, rank: int) -> CallLog:
+        """Its log, read without asking it."""
         with (self.folder / "boxes" / str(rank)).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return layout.read(mapped)
@@ -40,13 +40,13 @@ class Peers(TorchRanks):
         """The call in which the rank is, once it is in one."""
         from tests.support.ranks import until  # a third of a second in each rank of this file
 
-        assert until(lambda: self.box(rank).waiting is not None, DEADLINE_S), self.report()
-        call = self.box(rank).waiting
+        assert until(lambda: self.log(rank).waiting is not None, DEADLINE_S), self.report()
+        call = self.log(rank).waiting
         assert call is not None
         return call
 
 
-# Calls, and what a box has of each: operation, detail, number.
+# Calls, and what a log has of each: operation, detail, number.
 BLOCKING: dict[str, tuple[Callable[[], object], str, str, int]] = {
     "async": (
         lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(), "all_reduce", "float32[3]", 2
@@ -71,9 +71,9 @@ def blocks(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["async", "irecv", "group", *MORE])
 def test_blocked_rank_is_read_without_asking(tmp_path: Path, name: str) -> None:
-    """Rank 0 is blocked in C++; its box tells in what. Rank 1's tells that it made one call."""
+    """Rank 0 is blocked in C++; its log tells in what. Rank 1's tells that it made one call."""
     with Peers(tmp_path, 2, blocks, name=name) as peers:
-        call, other = peers.waiting(0), peers.box(1)
+        call, other = peers.waiting(0), peers.log(1)
 
     _, op, detail, number = BLOCKING[name]
     assert (call.op, call.number) == (op, number)
@@ -107,13 +107,13 @@ def transfers() -> None:
 def test_transfers_by_global_rank(tmp_path: Path) -> None:
     """In a group of ranks 1 and 2, group ranks become global; each end counts its direction."""
     with Peers(tmp_path, 3, transfers) as peers:
-        boxes = [peers.box(rank) for rank in range(3)]
-    pair = next(name for name in boxes[1].groups if name != "0")
+        logs = [peers.log(rank) for rank in range(3)]
+    pair = next(name for name in logs[1].groups if name != "0")
 
-    assert boxes[0].transfers == {}
-    assert boxes[1].transfers == {(pair, 1, 2): 2, ("0", 1, 2): 2}  # recv from any: uncounted
-    assert boxes[2].transfers == {(pair, 1, 2): 2, (pair, 2, 1): 1, ("0", 1, 2): 2}
-    recorded = [(c.op, c.peer, c.number, c.state) for c in boxes[1].calls[1:]]
+    assert logs[0].transfers == {}
+    assert logs[1].transfers == {(pair, 1, 2): 2, ("0", 1, 2): 2}  # recv from any: uncounted
+    assert logs[2].transfers == {(pair, 1, 2): 2, (pair, 2, 1): 1, ("0", 1, 2): 2}
+    recorded = [(c.op, c.peer, c.number, c.state) for c in logs[1].calls[1:]]
     assert recorded == [
         ("send", 2, 1, "done"),
         ("send", 2, 2, "done"),
@@ -121,8 +121,8 @@ def test_transfers_by_global_rank(tmp_path: Path) -> None:
         ("send_object_list", 2, 1, "done"),
         ("isend", 2, 2, "done"),
     ]
-    assert boxes[2].groups[pair].ranks == (1, 2)
-    assert [*boxes[0].groups] == ["0"]
+    assert logs[2].groups[pair].ranks == (1, 2)
+    assert [*logs[0].groups] == ["0"]
 
 
 def cancel() -> None:
@@ -174,7 +174,7 @@ def test_meeting_ends_at_an_interrupt_and_at_an_abort(tmp_path: Path) -> None:
         assert peers.waiting(0).number == 1
         peers.tell("go1")
         assert [peers.wait_for("total", rank) for rank in (0, 1)] == [b"3.0", b"3.0"]
-        assert [peers.box(rank).groups["0"].calls for rank in (0, 1)] == [1, 1]
+        assert [peers.log(rank).groups["0"].calls for rank in (0, 1)] == [1, 1]
 
 
 def meet_alone() -> None:
@@ -189,4 +189,4 @@ def test_only_members_meet_when_they_say_so(tmp_path: Path) -> None:
     """use_local_synchronization=True: rank 2 never calls it, and the others' group works."""
     with Peers(tmp_path, 3, meet_alone) as peers:
         assert [peers.wait_for("total", rank) for rank in (0, 1)] == [b"3.0", b"3.0"]
-        assert [peers.box(rank).groups["0"].calls for rank in range(3)] == [0, 0, 0]
+        assert [peers.log(rank).groups["0"].calls for rank in range(3)] == [0, 0, 0]

@@ -356,8 +356,8 @@ def test_all_ranks_can_die_in_one_collective(pair: Session) -> None:
     cell = pair.begin(
         CellRequest("print('on')\nwhile True: dist.all_reduce(torch.ones(2))", (0, 1))
     )
-    boxes = pair.health.boxes
-    assert until(lambda: all(box.state == "running" and box.calls for box in boxes().values()))
+    logs = pair.health.logs
+    assert until(lambda: all(log.state == "running" and log.calls for log in logs().values()))
     kill(pair, 0, 1)
     with pytest.raises(DistributedError, match=r"signal SIGKILL.* all_reduce\(float32\[2\]\) at"):
         wait.wait(lambda: cell)

@@ -15,26 +15,26 @@ from nbdist.hang.records import (
     RankView,
     ThreadSnapshot,
 )
-from tests.support import boxes
-from tests.support.boxes import WORLD, reduce
+from tests.support import call_logs
+from tests.support.call_logs import WORLD, reduce
 
 GRACE_S = 5.0
 
 
-def box(
+def log(
     rank: int, state: str = "running", waits_since_s: float | None = None, world: int = 2
 ) -> CallLog:
     """A rank that has made no call, or waits in its first one."""
     calls = [] if waits_since_s is None else [reduce("waiting", began_s=waits_since_s)]
     groups = {WORLD: tuple(range(world))}
-    return replace(boxes.box(rank, *calls, groups=groups, state=state), since_s=0.0)
+    return replace(call_logs.log(rank, *calls, groups=groups, state=state), since_s=0.0)
 
 
 class FakeHealth:
-    """Boxes that the test writes."""
+    """Call logs that the test writes."""
 
-    def __init__(self, boxes: Mapping[int, CallLog]):
-        self.boxes = dict(boxes)
+    def __init__(self, logs: Mapping[int, CallLog]):
+        self.logs = dict(logs)
         self.asked: list[int] = []
         self.stopped: set[int] = set()
         self.answers: dict[int, ThreadSnapshot] = {}
@@ -60,16 +60,16 @@ class FakeHealth:
         """As Health does, without processes."""
         now = states | dict.fromkeys(self.stopped, ("stopped", ""))
         return [
-            RankView(r, *now[r], box, *self.snapshots.get(r, ())) for r, box in self.boxes.items()
+            RankView(r, *now[r], log, *self.snapshots.get(r, ())) for r, log in self.logs.items()
         ]
 
 
 class Watch:
-    """A watchdog, its boxes, and a clock that goes forward in its own pauses."""
+    """A watchdog, its logs, and a clock that goes forward in its own pauses."""
 
-    def __init__(self, boxes: Mapping[int, CallLog], *, is_quiet: bool = False):
-        self.health = FakeHealth(boxes)
-        self.states = {rank: (box.state, "") for rank, box in boxes.items()}
+    def __init__(self, logs: Mapping[int, CallLog], *, is_quiet: bool = False):
+        self.health = FakeHealth(logs)
+        self.states = {rank: (log.state, "") for rank, log in logs.items()}
         self.dog = Watchdog(cast("Health", self.health), 0.0, GRACE_S, is_quiet=is_quiet)
 
     def until(self, end_s: float) -> list[tuple[float, str]]:
@@ -83,7 +83,7 @@ class Watch:
 
 def test_a_missing_call_is_told_once_within_two_seconds() -> None:
     """By the line, and after the grace it is due to be aborted."""
-    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch = Watch({0: log(0, waits_since_s=0.1), 1: log(1, "finished")})
     [(reported_s, line)] = watch.until(20.0)
 
     assert line == (
@@ -98,7 +98,7 @@ def test_a_missing_call_is_told_once_within_two_seconds() -> None:
 
 def test_a_slow_peer_is_told_late_and_never_aborted() -> None:
     """It may still come: no deadlock, and a line only after a while."""
-    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1)})
+    watch = Watch({0: log(0, waits_since_s=0.1), 1: log(1)})
     early = watch.until(LATE_S - PAUSE_S)
     [(_, line)] = watch.until(LATE_S + 3 * PAUSE_S)
     again = watch.until(50.0)
@@ -111,10 +111,10 @@ def test_a_slow_peer_is_told_late_and_never_aborted() -> None:
 
 def test_stored_outputs_have_no_line_that_depends_on_time() -> None:
     """A slow rank is not told; a deadlock is."""
-    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1)}, is_quiet=True)
+    watch = Watch({0: log(0, waits_since_s=0.1), 1: log(1)}, is_quiet=True)
     slow = watch.until(30.0)
     watch.states[1] = "raised", "ValueError"
-    watch.health.boxes[1] = box(1, "raised")
+    watch.health.logs[1] = log(1, "raised")
     [(_, line)] = watch.until(32.0)
 
     assert slow == []
@@ -123,10 +123,10 @@ def test_stored_outputs_have_no_line_that_depends_on_time() -> None:
 
 def test_a_call_that_comes_in_the_grace_takes_the_abort_back() -> None:
     """A peer that was thought to be done makes the call from another thread."""
-    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch = Watch({0: log(0, waits_since_s=0.1), 1: log(1, "finished")})
     watch.until(3.0)
     was_due = watch.dog.abort_s
-    watch.health.boxes = {0: box(0), 1: box(1, "finished")}
+    watch.health.logs = {0: log(0), 1: log(1, "finished")}
     watch.until(4.0)
 
     assert was_due < 10.0
@@ -136,7 +136,7 @@ def test_a_call_that_comes_in_the_grace_takes_the_abort_back() -> None:
 
 def test_a_stopped_rank_is_told_at_once_and_again_when_it_stops_again() -> None:
     """By its process state: it does not answer, and it is not aborted."""
-    watch = Watch({0: box(0), 1: box(1)})
+    watch = Watch({0: log(0), 1: log(1)})
     watch.health.stopped = {1}
     [(_, first)] = watch.until(1.5)
     watch.health.stopped = set()
@@ -151,10 +151,10 @@ def test_a_stopped_rank_is_told_at_once_and_again_when_it_stops_again() -> None:
 
 def test_ranks_are_asked_when_nobody_makes_a_call_or_somebody_is_done() -> None:
     """A cell whose ranks make calls all the time is not disturbed."""
-    watch = Watch({0: box(0), 1: box(1)})
+    watch = Watch({0: log(0), 1: log(1)})
     for tenths in range(100):
         now_s = tenths / 10
-        watch.health.boxes = {r: replace(box(r), since_s=now_s) for r in (0, 1)}
+        watch.health.logs = {r: replace(log(r), since_s=now_s) for r in (0, 1)}
         watch.until(now_s)
     quiet = list(watch.health.asked)
     watch.until(13.0)
@@ -166,14 +166,14 @@ def test_ranks_are_asked_when_nobody_makes_a_call_or_somebody_is_done() -> None:
 def test_an_old_answer_beside_a_new_box_is_no_deadlock() -> None:
     """Rank 1 may have left its call since it answered; only a new answer tells."""
     pending = FlightRecorderEntry("all_gather", "float32[3]", 1, is_pending=True)
-    watch = Watch({0: box(0), 1: box(1)})
+    watch = Watch({0: log(0), 1: log(1)})
     watch.health.answers[0] = ThreadSnapshot(
         None, (), False, False, {"0": replace(pending, number=0)}
     )
     watch.health.answers[1] = ThreadSnapshot(None, (), True, True, {"0": pending})
     watch.until(1.0)  # asked, as nobody makes a call
     watch.health.is_deaf = True
-    watch.health.boxes[0] = box(0, "finished")
+    watch.health.logs[0] = log(0, "finished")
     watch.states[0] = "finished", ""
     old = watch.until(4.0)
     watch.health.is_deaf = False
@@ -184,7 +184,7 @@ def test_an_old_answer_beside_a_new_box_is_no_deadlock() -> None:
 
 def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
     """Else nobody knows whether a rank that has ended the cell has a thread that goes on."""
-    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch = Watch({0: log(0, waits_since_s=0.1), 1: log(1, "finished")})
     watch.health.is_deaf = True
     deaf = watch.until(8.0)
     watch.health.is_deaf = False
@@ -195,7 +195,7 @@ def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
 
 def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
     """It has finished the cell, and may make the call all the same."""
-    watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
+    watch = Watch({0: log(0, waits_since_s=0.1), 1: log(1, "finished")})
     watch.health.answers[1] = ThreadSnapshot(None, (), False, False, free_threads=("loader",))
     [(reported_s, line)] = watch.until(30.0)
 
@@ -206,22 +206,22 @@ def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
 
 def test_the_next_call_of_the_same_line_is_another_finding() -> None:
     """In a loop the words are the same: only one that lasts is told."""
-    watch = Watch({0: box(0, waits_since_s=0.0), 1: box(1, "finished")})
+    watch = Watch({0: log(0, waits_since_s=0.0), 1: log(1, "finished")})
     for number in range(1, 40):
-        call = replace(box(0, waits_since_s=0.0).calls[0], number=number)
+        call = replace(log(0, waits_since_s=0.0).calls[0], number=number)
         group = GroupRecord("0", (0, 1), number)
-        waiting_box = boxes.with_calls(watch.health.boxes[0], call)
-        watch.health.boxes[0] = replace(waiting_box, groups={"0": group})
+        waiting_log = call_logs.with_calls(watch.health.logs[0], call)
+        watch.health.logs[0] = replace(waiting_log, groups={"0": group})
         assert watch.until(number * PAUSE_S) == []
 
 
 def test_a_call_that_nobody_can_complete_is_told_before_the_last_rank_is_there() -> None:
     """And aborted only then: the rank that computes is left alone."""
-    waiting = box(0, waits_since_s=0.1, world=3)
-    watch = Watch({0: waiting, 1: box(1, "finished", world=3), 2: box(2, world=3)})
+    waiting = log(0, waits_since_s=0.1, world=3)
+    watch = Watch({0: waiting, 1: log(1, "finished", world=3), 2: log(2, world=3)})
     [(reported_s, line)] = watch.until(20.0)
     abort_s = watch.dog.abort_s
-    watch.health.boxes[2] = replace(waiting, rank=2)
+    watch.health.logs[2] = replace(waiting, rank=2)
     again = watch.until(30.0)
 
     assert reported_s <= 2.1

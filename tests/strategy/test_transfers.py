@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nbdist.hang.diagnose import diagnose
 from nbdist.hang.records import WaitFinding
-from tests.support.boxes import NOW_S, WORLD, call, only_finding, view
+from tests.support.call_logs import NOW_S, WORLD, call, only_finding, view
 
 
 def test_a_recv_waits_for_its_send() -> None:

@@ -84,7 +84,7 @@ class BusyRanks:
     def free_silent(self) -> set[int]:
         """Count ranks as idle whose cell has ended without a reply; which ones.
 
-        An interrupt in the moment of a cell's end can cost the reply. The black box has the end.
+        An interrupt in the moment of a cell's end can cost the reply. The call log has the end.
         """
         ended = {
             rank
@@ -98,7 +98,7 @@ class BusyRanks:
     def _release_given_back(self) -> None:
         """Break off collectives of cells that nobody waits for any more: they were interrupted."""
         for rank, (cell, _) in list(self._ranks.cells.items()):
-            box = self._health.box(rank)
-            if cell.is_over and box is not None and box.run == cell.run_id and box.waiting:
+            log = self._health.log(rank)
+            if cell.is_over and log is not None and log.run == cell.run_id and log.waiting:
                 self._health.abort()
                 return

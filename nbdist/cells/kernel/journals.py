@@ -37,7 +37,7 @@ DAMAGED = (
     "the file with this rank's output is damaged, so it is not known how its cell ended. "
     "The rank and its variables are there"
 )
-# How long a cell has ended by the rank's black box when its journal counts as cut off.
+# How long a cell has ended by the rank's call log when its journal counts as cut off.
 CUT_OFF_S = 2.0
 
 read: RankFunction[[int, int], bytes | None] = RankFunction("journal")
@@ -80,12 +80,12 @@ class Journals:
         return False
 
     def running_ranks(self, head: CellHead) -> tuple[int, ...]:
-        """The ranks that still run a cell, by their black boxes."""
-        boxes = {rank: self._health.box(rank) for rank in head.ranks}
+        """The ranks that still run a cell, by their call logs."""
+        logs = {rank: self._health.log(rank) for rank in head.ranks}
         return tuple(
             rank
-            for rank, box in boxes.items()
-            if box is not None and box.run == head.run and box.state == "running"
+            for rank, log in logs.items()
+            if log is not None and log.run == head.run and log.state == "running"
         )
 
     def _begun(self, rank: int) -> JournalReader:
@@ -94,12 +94,12 @@ class Journals:
         return reader
 
     def _stand_ins(self, ranks: Sequence[int]) -> list[CellHead]:
-        """What black boxes know of the cells of ranks whose journals do not tell theirs."""
+        """What call logs know of the cells of ranks whose journals do not tell theirs."""
         members: dict[int, tuple[int, ...]] = {}
         for rank in ranks:
-            box = self._health.box(rank)
-            if box is not None and box.run:
-                members[box.run] = (*members.get(box.run, ()), rank)
+            log = self._health.log(rank)
+            if log is not None and log.run:
+                members[log.run] = (*members.get(log.run, ()), rank)
         now_s = time.monotonic()
         return [CellHead(run, None, "", by, now_s, 0) for run, by in members.items()]
 

@@ -61,7 +61,7 @@ def situation(
 ) -> tuple[str, str]:
     """(of monitor.samples.STATES, the same in words) without asking the rank. From any thread.
 
-    The view has its box and its newest answer; None once the ranks were stopped. Which processes
+    The view has its log and its newest answer; None once the ranks were stopped. Which processes
     a signal has stopped Health.stopped tells.
     """
     end = health.end_of(rank)
@@ -72,24 +72,24 @@ def situation(
     if view is not None and rank in stopped:
         return "stopped", "stopped (SIGSTOP)"
     cell, _ = ranks.cells.get(rank, (None, 0.0))
-    box = None if view is None else view.box
-    if not _is_in_a_cell(cell, box, ranks.ended_runs.get(rank)):
+    log = None if view is None else view.log
+    if not _is_in_a_cell(cell, log, ranks.ended_runs.get(rank)):
         return "idle", "idle"
     number = None if cell is None else cell.number
     state = "running a cell" if number is None else f"running cell [{number}]"
-    waits = "" if view is None else hang_text.state_of(view.box, view)
+    waits = "" if view is None else hang_text.state_of(view.log, view)
     return ("waiting", f"{state}, {waits}") if waits else ("running", state)
 
 
-def _is_in_a_cell(cell: RunningCell | None, box: CallLog | None, ended_run: int | None) -> bool:
-    """By the newest of what the notebook and the black box know.
+def _is_in_a_cell(cell: RunningCell | None, log: CallLog | None, ended_run: int | None) -> bool:
+    """By the newest of what the notebook and the call log know.
 
     A rank may run a cell that this notebook has not sent; the reply of one that it has ended may
-    be on its way; and the box of a rank on another host may be older than that reply.
+    be on its way; and the log of a rank on another host may be older than that reply.
     """
     if cell is not None:
-        return box is None or box.run != cell.run_id or box.state == "running"
-    return box is not None and box.state == "running" and box.run != ended_run
+        return log is None or log.run != cell.run_id or log.state == "running"
+    return log is not None and log.state == "running" and log.run != ended_run
 
 
 def _idle_status(

@@ -61,7 +61,7 @@ join_by_plan: RankFunction[[Topology, int, StoreAt], None] = RankFunction(
     "nbdist.engine.join:join_by_plan"
 )
 open_ports: RankFunction[[], tuple[OpenPort, ...]] = RankFunction("nbdist.engine.facts:open_ports")
-box_problem: RankFunction[[], str] = RankFunction("nbdist.hang.rank.call_log:problem")
+log_problem: RankFunction[[], str] = RankFunction("nbdist.hang.rank.call_log:problem")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +234,9 @@ def _prepare(
         _form_group(cluster, call, engines, options, end_s, progress)
     plans = _all({e: prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     plan: Topology = plans[engines[0]]
-    boxes = {place.engine_id: box_problem(call, place.engine_id) for place in plan.ranks}
+    problems = {place.engine_id: log_problem(call, place.engine_id) for place in plan.ranks}
     # Why hangs of some ranks could not be explained, each reason once.
-    notes = [*dict.fromkeys(_all(boxes, end_s, "report on their black boxes").values())]
+    notes = [*dict.fromkeys(_all(problems, end_s, "report on their call logs").values())]
     if plan.n_hosts > 1:
         lists = _all({e: open_ports(call, e) for e in engines}, end_s, "list their ports").values()
         ports = [port for ports in lists for port in ports]

@@ -110,15 +110,15 @@ class GroupRecovery:
         }
 
     def _is_out_of_step(self) -> bool:
-        boxes = self._health.boxes()
-        living = [box for rank, box in boxes.items() if rank in self._futures]
+        logs = self._health.logs()
+        living = [log for rank, log in logs.items() if rank in self._futures]
         return diagnose.counts_differ(living, self._answers())
 
     def _compare(self, now_s: float) -> None:
         """A rank may have taken its step and another not, with equal calls before."""
         ranks, self._stage = self._ranks, "compare"
         has_calls = any(
-            group.calls for box in self._health.boxes().values() for group in box.groups.values()
+            group.calls for log in self._health.logs().values() for group in log.groups.values()
         )
         living = [rank for rank in ranks.ranks if ranks.is_connected(rank)]
         if not has_calls or ranks.busy_ranks or not living:

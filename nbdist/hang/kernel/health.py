@@ -52,7 +52,7 @@ class Health:
         self.generation = 0
         self.needs_recovery = False
         self._ranks = ranks
-        self._boxes = BoxFiles(ranks.cluster.run_dir / "boxes")
+        self._logs = CallLogFiles(ranks.cluster.run_dir / "boxes")
         self._snapshots: dict[int, ThreadSnapshot] = {}
         self._asked: dict[int, tuple[Future[Any], float]] = {}
         self._looked_s: dict[int, float] = {}
@@ -65,36 +65,36 @@ class Health:
         self._last_words: dict[int, str] = {}
         self.watch_processes()
 
-    def box(self, rank: int) -> CallLog | None:
-        """The rank's black box; of a rank on another host as it was at its last answer."""
+    def log(self, rank: int) -> CallLog | None:
+        """The rank's call log; of a rank on another host as it was at its last answer."""
         # The file of a rank that has ended on another host has its times by that host's clock.
-        box = self._boxes.read(rank, self._ahead_s.get(rank, 0.0))
-        return self._remote_box(rank) if box is None else box
+        log = self._logs.read(rank, self._ahead_s.get(rank, 0.0))
+        return self._remote_log(rank) if log is None else log
 
     def close(self) -> None:
         """Let go of the ranks' files; a map keeps its descriptor open."""
-        self._boxes.close()
+        self._logs.close()
 
     def has_ended(self, rank: int, run: int, since_s: float) -> bool:
-        """Whether the rank's black box says that it ended a cell at least `since_s` ago."""
-        box = self.box(rank)
+        """Whether the rank's call log says that it ended a cell at least `since_s` ago."""
+        log = self.log(rank)
         return (
-            box is not None
-            and box.run == run
-            and box.state != "running"
-            and time.monotonic() > box.since_s + since_s
+            log is not None
+            and log.run == run
+            and log.state != "running"
+            and time.monotonic() > log.since_s + since_s
         )
 
     def refresh(self, wait_s: float) -> None:
         """Wait up to `wait_s` for a new answer of every rank on another host."""
-        self.boxes()  # which asks
+        self.logs()  # which asks
         end_s = time.monotonic() + wait_s
         for answered, _ in list(self._log_requests.values()):
             answered.wait(max(0.0, end_s - time.monotonic()))
 
-    def boxes(self) -> dict[int, CallLog]:
-        """The boxes of all ranks that have one."""
-        return {rank: box for rank in self._ranks.ranks if (box := self.box(rank)) is not None}
+    def logs(self) -> dict[int, CallLog]:
+        """The logs of all ranks that have one."""
+        return {rank: log for rank in self._ranks.ranks if (log := self.log(rank)) is not None}
 
     def stopped(self) -> frozenset[int]:
         """The ranks whose processes a signal has stopped (seen on this host only)."""
@@ -119,7 +119,7 @@ class Health:
         is_known = (pid is not None or code is not None) and not is_told
         self._causes[rank] = remains.cause(code, is_ours=is_ours) if is_known else ""
         last_words = diagnose.last_words(
-            list(self.boxes().values()), rank, is_crash=code in _CRASHES
+            list(self.logs().values()), rank, is_crash=code in _CRASHES
         )
         snapshot = self._snapshots.get(rank)
         seen = place_text(snapshot.place) if snapshot is not None else ""
@@ -210,15 +210,15 @@ class Health:
 
     def mismatches(self, run: int) -> tuple[str, ...]:
         """Calls of a cell that did not fit together, but ended, as sentences."""
-        if not any(self._boxes.may_have_called(rank, run) for rank in self._ranks.ranks):
+        if not any(self._logs.may_have_called(rank, run) for rank in self._ranks.ranks):
             return ()  # most cells call nothing, and every cell asks
-        return diagnose.mismatches(list(self.boxes().values()), run)
+        return diagnose.mismatches(list(self.logs().values()), run)
 
     def unmatched(self, run: int, ranks: Sequence[int]) -> UnmatchedCall | None:
         """A call of a cell that only some ranks have made."""
-        if not any(self._boxes.may_have_called(rank, run) for rank in ranks):
+        if not any(self._logs.may_have_called(rank, run) for rank in ranks):
             return None
-        return diagnose.unmatched(list(self.boxes().values()), run, ranks)
+        return diagnose.unmatched(list(self.logs().values()), run, ranks)
 
     def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
         """All ranks as the diagnosis wants them, with the answers that have come.
@@ -238,13 +238,13 @@ class Health:
 
     def views_now(self) -> dict[int, RankView]:
         """View all ranks as in a running cell; idle ones have ended the newest, or had no part."""
-        boxes = self.boxes()
+        logs = self.logs()
         busy = self._ranks.busy_ranks
-        newest = max((boxes[rank].run for rank in busy if rank in boxes), default=0)
+        newest = max((logs[rank].run for rank in busy if rank in logs), default=0)
         states = {rank: ("busy" if rank in busy else "absent", "") for rank in self._ranks.ranks}
-        for rank, box in boxes.items():
-            if box.run == newest:
-                states[rank] = "running" if rank in busy else box.state, ""
+        for rank, log in logs.items():
+            if log.run == newest:
+                states[rank] = "running" if rank in busy else log.state, ""
         return {view.rank: view for view in self.views(states)}
 
     def _view(self, rank: int, state: str, how: str, stopped: Collection[int]) -> RankView:
@@ -253,11 +253,11 @@ class Health:
             state, how = "ended", end
         elif state in {"running", "busy"} and rank in stopped:
             state = "stopped"
-        # The box after the answer: what has happened meanwhile is in it.
+        # The log after the answer: what has happened meanwhile is in it.
         snapshot, looked_s = self._snapshots.get(rank), self._looked_s.get(rank, 0.0)
-        return RankView(rank, state, how, self.box(rank), snapshot, looked_s)
+        return RankView(rank, state, how, self.log(rank), snapshot, looked_s)
 
-    def _remote_box(self, rank: int) -> CallLog | None:
+    def _remote_log(self, rank: int) -> CallLog | None:
         """Return the rank's last answer, and ask again."""
         came_s, (their_now_s, content) = self._arrived.pop(rank, (0.0, (0.0, None)))
         if content is not None:
@@ -268,7 +268,7 @@ class Health:
 
         def note_arrival(sent: Future[tuple[float, bytes | None]]) -> None:
             if sent.exception() is None:
-                # To our clock: the box has its host's times. In one step: this is the client's
+                # To our clock: the log has its host's times. In one step: this is the client's
                 # thread, and the main thread takes it.
                 self._arrived[rank] = time.monotonic(), sent.result()
             answered.set()
@@ -283,8 +283,8 @@ class Health:
         return self._remote.get(rank)
 
 
-class BoxFiles:
-    """The boxes that lie in this host's run folder."""
+class CallLogFiles:
+    """The logs that lie in this host's run folder."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -297,7 +297,7 @@ class BoxFiles:
         self._read.clear()
 
     def read(self, rank: int, ahead_s: float = 0.0) -> CallLog | None:
-        """The rank's box, by a clock that is so much ahead; None where it has none here.
+        """The rank's log, by a clock that is so much ahead; None where it has none here.
 
         Read anew only where a byte has changed: a rank that waits, or is idle, writes nothing.
         """
@@ -319,7 +319,7 @@ class BoxFiles:
         return memory is None or call_log.newest_run(memory) == run
 
     def _memory(self, rank: int) -> mmap.mmap | None:
-        """The rank's box as it is mapped here; None where it has none."""
+        """The rank's log as it is mapped here; None where it has none."""
         path = self._folder / str(rank)
         try:
             inode = path.stat().st_ino

@@ -359,7 +359,7 @@ def await_idle(ranks: Ranks, health: Health) -> tuple[int, ...]:
     come back one by one, and a cell sent before is lost. A rank in a cell hears later.
     """
     health.refresh(UNHEARD_S)
-    idle = {rank for rank, box in health.boxes().items() if box.state != "running"}
+    idle = {rank for rank, log in health.logs().items() if log.state != "running"}
     silent, ranks.cluster.unheard = ranks.cluster.unheard & idle, set()
     return tuple(sorted(_await_answers(ranks, silent, time.monotonic() + RECONNECT_DEADLINE_S)))
 

@@ -10,7 +10,7 @@ from nbdist.hang import diagnose, text, wait_graph
 from nbdist.hang.kernel.health import LOOK_PAUSE_S, Health
 from nbdist.hang.records import RankView, WaitFinding
 
-# How often black boxes are read while a cell runs.
+# How often call logs are read while a cell runs.
 PAUSE_S = 0.25
 # The same once the cell is being interrupted.
 URGENT_PAUSE_S = 0.1
@@ -70,7 +70,7 @@ class Watchdog:
         return {
             view.rank: place
             for view in self._views
-            if (place := text.state_of(view.box, view)) and view.state == "running"
+            if (place := text.state_of(view.log, view)) and view.state == "running"
         }
 
     @property
@@ -90,7 +90,7 @@ class Watchdog:
     def look(
         self, now_s: float, states: Callable[[], States], *, is_urgent: bool = False
     ) -> list[str]:
-        """Read the boxes if it is time, and return the lines to print.
+        """Read the logs if it is time, and return the lines to print.
 
         If it is urgent, ask the ranks what they do, whether or not a rank seems to wait.
         """
@@ -127,7 +127,7 @@ class Watchdog:
 
     def _is_quiet_too_long(self, now_s: float) -> bool:
         """Whether a rank is done, or no rank has made a call for a while: does it wait in C++?"""
-        since_s = [wait_graph.last_event_s(view.box) for view in self._views]
+        since_s = [wait_graph.last_event_s(view.log) for view in self._views]
         is_done = any(view.state != "running" for view in self._views)
         return is_done or now_s - max(since_s, default=now_s) >= AFTER_S
 
@@ -145,15 +145,15 @@ class Watchdog:
     def _is_steady(self, finding: WaitFinding, now_s: float) -> bool:
         """Whether a finding stands since an earlier look, and rests on facts alone.
 
-        Boxes and answers are of different moments: together they can show a state that never was.
+        Logs and answers are of different moments: together they can show a state that never was.
         Where all of them are the same before and after a moment, they were so in that moment.
         """
         if not _is_firm(finding):
             return True
         _, since_s = self._findings[finding.waiting]
         ranks = {view.rank for view in self._views}
-        boxes = [view.box for view in self._views if view.rank in finding.waiting]
-        if all(box is not None and box.waiting is not None for box in boxes):
+        logs = [view.log for view in self._views if view.rank in finding.waiting]
+        if all(log is not None and log.waiting is not None for log in logs):
             # Else every recorder counts, also for what it lacks.
             ranks = {*finding.waiting, *finding.blamed}
         needed = [v for v in self._views if v.rank in ranks and v.state != "ended"]

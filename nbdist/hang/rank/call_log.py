@@ -25,14 +25,14 @@ _recorder: CallRecorder | None = None
 _problem = ""
 
 
-def open_box(folder: Path | None, rank: int) -> CallLogWriter:
-    """A new, empty box: `folder`/boxes/RANK, or one in memory alone where it is on another host.
+def open_log(folder: Path | None, rank: int) -> CallLogWriter:
+    """A new, empty log: `folder`/boxes/RANK, or one in memory alone where it is on another host.
 
     A process of that rank before this one keeps its own, which readers must open anew. All its
     space is taken now: a disk that is full later would end the process at its first collective.
-    If there is none now, the box is in memory alone, and `problem` says so.
+    If there is none now, the log is in memory alone, and `problem` says so.
     """
-    global _problem  # noqa: PLW0603  # one box per process
+    global _problem  # noqa: PLW0603  # one log per process
     _problem = ""
     if folder is not None:
         try:
@@ -47,17 +47,17 @@ def open_box(folder: Path | None, rank: int) -> CallLogWriter:
 
 
 def problem() -> str:
-    """Why the notebook cannot read this rank's box, as a sentence; empty if it can."""
+    """Why the notebook cannot read this rank's log, as a sentence; empty if it can."""
     return _problem
 
 
-def install(box: CallLogWriter) -> None:
-    """Record this process's calls in the box from now on; a box before it gets no more."""
+def install(log: CallLogWriter) -> None:
+    """Record this process's calls in the log from now on; a log before it gets no more."""
     global _recorder  # noqa: PLW0603  # one per process
-    if _recorder is not None and _recorder.box is box:
+    if _recorder is not None and _recorder.log is log:
         return
     shell = uninstall()
-    _recorder = CallRecorder(box, UserFrameFinder(shell))
+    _recorder = CallRecorder(log, UserFrameFinder(shell))
     _recorder.install()
 
 
@@ -72,14 +72,14 @@ def uninstall() -> Any:
 
 
 def snapshot() -> tuple[float, bytes | None]:
-    """(now by this host's monotonic clock, the box; None without one). From any thread."""
+    """(now by this host's monotonic clock, the log; None without one). From any thread."""
     now_s = time.monotonic()
-    return now_s, None if _recorder is None else consistent_copy(_recorder.box.memory)
+    return now_s, None if _recorder is None else consistent_copy(_recorder.log.memory)
 
 
 def newest() -> tuple[int, int]:
-    """(generation of the groups, number of the newest cell); zeros before there is a box."""
-    return (0, 0) if _recorder is None else (_recorder.box.generation, _recorder.box.run)
+    """(generation of the groups, number of the newest cell); zeros before there is a log."""
+    return (0, 0) if _recorder is None else (_recorder.log.generation, _recorder.log.run)
 
 
 def reset(generation: int) -> None:
@@ -90,7 +90,7 @@ def reset(generation: int) -> None:
     rendezvous.forget_meetings()
     if _recorder is not None:
         _recorder.reset()
-        _recorder.box.reset(generation)
+        _recorder.log.reset(generation)
 
 
 def name_cells(shell: Any) -> None:
@@ -101,7 +101,7 @@ def name_cells(shell: Any) -> None:
 
 @contextlib.contextmanager
 def around_cell(cell: CellContext) -> Iterator[None]:
-    """Tell in the box when a cell begins and how it ended, and end what it has left behind."""
+    """Tell in the log when a cell begins and how it ended, and end what it has left behind."""
     run = cell.metadata.get(CELL_RUN)
     if not isinstance(run, int):
         yield
@@ -128,7 +128,7 @@ def _set_cell(run: int, state: str) -> None:
         return
     if state == "running":
         _recorder.begin_cell()
-    _recorder.box.set_cell(run, state)
+    _recorder.log.set_cell(run, state)
 
 
 def _map_file(folder: Path, rank: int) -> mmap.mmap:

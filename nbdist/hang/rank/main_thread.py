@@ -48,7 +48,7 @@ SOURCE_CHARACTERS = 80
 # A frame, and the instruction in it.
 Position = tuple[int, int]
 
-# The black box has its own, for the main thread.
+# The call log has its own, for the main thread.
 _places = UserFrameFinder()
 
 # torch's recorders: Gloo's, NCCL's own, and those of torch 2.15's newer backends for NCCL, which

@@ -1,4 +1,4 @@
-"""Wraps torch.distributed's functions, so that each call of the user is in the black box.
+"""Wraps torch.distributed's functions, so that each call of the user is in the call log.
 
 Only the outermost call of a thread is recorded. What C++ calls by itself (DDP's reducer, compiled
 graphs) does not come through Python: torch's flight recorder knows it.
@@ -95,10 +95,10 @@ class _Thread(threading.local):
 
 
 class CallRecorder:
-    """Records the calls of this process in a box, from `install` to `uninstall`."""
+    """Records the calls of this process in a log, from `install` to `uninstall`."""
 
-    def __init__(self, box: CallLogWriter, places: UserFrameFinder) -> None:
-        self.box = box
+    def __init__(self, log: CallLogWriter, places: UserFrameFinder) -> None:
+        self.log = log
         self.places = places
         self.channels: dict[str, int] = {}
         self._thread = _Thread()
@@ -146,13 +146,13 @@ class CallRecorder:
         """Give each group a channel, before its first call, and drop those destroyed."""
         living = living_groups()
         gone = [name for name in self.channels if name not in living]
-        self.box.drop(gone)
+        self.log.drop(gone)
         for name in gone:
             del self.channels[name]
         for name, group in living.items():
             if name not in self.channels:
                 ranks = dist.get_process_group_ranks(group)
-                self.channels[name] = self.box.group(name, ranks, group_description(group))
+                self.channels[name] = self.log.group(name, ranks, group_description(group))
 
     def channel(self, name: str) -> int:
         """The channel of the group with this name."""
@@ -171,8 +171,8 @@ class CallRecorder:
 
     def _wrap_call(self, op: str, original: Function) -> Function:
         describe = Describer(self, op, original).describe
-        thread, box, packed = self._thread, self.box, self.places.pack_line
-        begin, end, frame = box.begin, box.end, sys._getframe  # noqa: SLF001
+        thread, log, packed = self._thread, self.log, self.places.pack_line
+        begin, end, frame = log.begin, log.end, sys._getframe  # noqa: SLF001
         is_broken_off = rendezvous.is_broken_off
 
         @functools.wraps(original)
@@ -206,7 +206,7 @@ class CallRecorder:
     def _take_back(self) -> None:
         entry = self._thread.entry
         if entry is not None and entry is not _INSIDE:
-            self.box.take_back(entry)
+            self.log.take_back(entry)
 
     def _remember(self, work: dist.Work, entry: Entry) -> None:
         while len(self._pending) >= MAX_PENDING:
@@ -226,17 +226,17 @@ class CallRecorder:
                 place = self.places.pack_line(sys._getframe(1))  # noqa: SLF001
                 work, entry = self._pending.get(id(awaited), (None, None))
                 if entry is not None and work is not None and work() is awaited:
-                    entry = self.box.wait(entry, place)
+                    entry = self.log.wait(entry, place)
                 else:
                     detail = tensor_label(awaited) if isinstance(awaited, torch.Tensor) else ""
-                    entry = self.box.begin(NO_CHANNEL, pack_what("wait", detail), place)
+                    entry = self.log.begin(NO_CHANNEL, pack_what("wait", detail), place)
                 thread.entry = entry
                 result = original(awaited, *args, **kwargs)
-                self.box.end(entry, DONE)
+                self.log.end(entry, DONE)
                 self._pending.pop(id(awaited), None)
             except BaseException:
                 if thread.entry is not _INSIDE:
-                    self.box.end(thread.entry, RAISED)  # it was issued, so it counts
+                    self.log.end(thread.entry, RAISED)  # it was issued, so it counts
                 raise
             finally:
                 thread.entry = None
@@ -272,12 +272,12 @@ class CallRecorder:
                 what = pack_what(op, f"ranks {rank_label(arguments.get('ranks') or ranks)}")
                 # One that not all ranks come to is not counted: the others' counts would differ.
                 number = None if len(ranks) == dist.get_world_size() else 0
-                entry = self.box.begin(channel, what, place, number=number)
+                entry = self.log.begin(channel, what, place, number=number)
                 self._thread.entry = entry
-                rendezvous.meet(ranks, self.box.generation, arguments.get("timeout"), op)
+                rendezvous.meet(ranks, self.log.generation, arguments.get("timeout"), op)
                 result = original(*args, **kwargs)
                 self.know_groups()
-                self.box.end(entry, DONE)
+                self.log.end(entry, DONE)
             except BaseException:
                 self._take_back()
                 raise
@@ -368,7 +368,7 @@ class Describer:
             return group_channel, what, NO_PEER, 0
         this = dist.get_rank()
         ends = (this, peer) if self._other == "dst" else (peer, this)
-        return self._recorder.box.transfer(group_channel, *ends), what, peer, None
+        return self._recorder.log.transfer(group_channel, *ends), what, peer, None
 
     def _rank(
         self, name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -60,7 +60,7 @@ class UserFrameFinder:
         return self._users_frame(frame) is not None
 
     def pack_line(self, frame: FrameType | None) -> bytes:
-        """The same, as it stands in a black box; empty where there is none."""
+        """The same, as it stands in a call log; empty where there is none."""
         frame = self._users_frame(frame)
         if frame is None:
             return b""

@@ -1,6 +1,6 @@
 """Samples of what ranks use and do, taken in a thread of the kernel, without the process group.
 
-What a rank of this host does is read, not asked for: its black box, /proc, the driver. So it is
+What a rank of this host does is read, not asked for: its call log, /proc, the driver. So it is
 sampled while it waits in a collective, and while its C code holds the GIL. Ranks on other hosts
 answer through their control threads, and torch's allocator is asked there: those numbers have an
 age.

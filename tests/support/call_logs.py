@@ -1,4 +1,4 @@
-"""Black boxes by hand: what ranks have called, without ranks."""
+"""Call logs by hand: what ranks have called, without ranks."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def call(  # noqa: PLR0913  # a record has many fields
     group: str = WORLD,
     peer: int | None = None,
 ) -> Call:
-    """A call of the present cell; `box` gives it its number."""
+    """A call of the present cell; `log` gives it its number."""
     place, began_s = at(line, source), NOW_S - 10
     ended_s = None if state in {"waiting", "issued"} else began_s
     return Call(op, detail, group, 0, peer, place, RUN, began_s, ended_s, state)
 
 
-def box(
+def log(
     rank: int,
     *calls: Call,
     groups: Mapping[str, tuple[int, ...]],
@@ -52,7 +52,7 @@ def box(
     run: int = RUN,
     generation: int = 0,
 ) -> CallLog:
-    """A rank's box after these calls, numbered as a rank numbers them."""
+    """A rank's log after these calls, numbered as a rank numbers them."""
     counts: Counter[str] = Counter()
     transfers: Counter[tuple[str, int, int]] = Counter()
     numbered = []
@@ -77,9 +77,9 @@ def box(
     return with_calls(empty, *numbered)
 
 
-def with_calls(box: CallLog, *calls: Call) -> CallLog:
-    """The box with these calls, as they are numbered."""
-    return replace(box, calls=calls, waits=tuple(c for c in calls if c.state == "waiting"))
+def with_calls(log: CallLog, *calls: Call) -> CallLog:
+    """The log with these calls, as they are numbered."""
+    return replace(log, calls=calls, waits=tuple(c for c in calls if c.state == "waiting"))
 
 
 def view(
@@ -93,10 +93,10 @@ def view(
 ) -> RankView:
     """A rank in a world of so many, with further groups."""
     every = {WORLD: tuple(range(world)), **(groups or {})}
-    in_box = state if state in {"finished", "raised"} else "running"
+    in_log = state if state in {"finished", "raised"} else "running"
     run = RUN if state not in {"absent", "busy"} else RUN - 1
-    rank_box = box(rank, *calls, groups=every, state=in_box, run=run)
-    return RankView(rank, state, how, rank_box, snapshot)
+    rank_log = log(rank, *calls, groups=every, state=in_log, run=run)
+    return RankView(rank, state, how, rank_log, snapshot)
 
 
 def snapshot(
