@@ -37,7 +37,7 @@ def wait_for_controller(arguments: list[str]) -> None:
 
 
 def refuse(run_dir: Path, version: str) -> None:
-    """End this process for its torch has no torch.distributed; the notebook is told why."""
+    """End this process, whose torch has no torch.distributed, and report why to the notebook."""
     from nbdist.core import versions
 
     message = versions.without_distributed(version, sys.executable)
@@ -47,7 +47,7 @@ def refuse(run_dir: Path, version: str) -> None:
 
 
 def main() -> None:
-    """Be one rank until told to stop."""
+    """Be one rank until asked to stop."""
     run_dir = Path(os.environ["NBDIST_RUN"])
     if (notebook := run_dir / "notebook.json").exists():
         sys.path[:] = json.loads(notebook.read_text())["sys_path"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nbdist.rpc.wire import SCRATCH_FOLDER
 
-# What multiprocessing adds to its folder, and what macOS and Linux (108) allow as a whole.
+# The part that multiprocessing adds to its folder, and the limit of macOS and Linux (108).
 SOCKET_NAME = "/listener-12345678"
 LONGEST_ADDRESS = 103
 

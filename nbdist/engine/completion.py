@@ -20,22 +20,22 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 def complete(code: str, cursor: int) -> tuple[Reply, dict[str, str]]:
     """IPython's completions on this rank, and its names with their types. In the main thread."""
     shell = get_ipython()
-    # Jedi reads sources for a second or more; what is asked here is mostly about live objects.
+    # Jedi reads sources for a second or more; most requests here are about live objects.
     shell.Completer.use_jedi = False
     return shell.kernel.do_complete(code, cursor), attributes(())
 
 
 def inspection(code: str, cursor: int, detail: int) -> Reply:
-    """What IPython says of the name at the cursor. In the main thread."""
+    """IPython's text on the name at the cursor. Called in the main thread."""
     reply: Reply = get_ipython().kernel.do_inspect(code, cursor, detail)
     return reply
 
 
 def attributes(path: tuple[str, ...]) -> dict[str, str]:
-    """Name -> type of what an object has; of the user's variables without a path.
+    """Name -> type of an object's attributes; without a path, of the user's variables.
 
     Looks without running anything of the user's: no property, no __getattr__, no __dir__. So
-    it can be asked of the control thread while the main thread is anywhere.
+    the control thread can answer it while the main thread is anywhere.
     """
     if not path:
         shell = get_ipython()
@@ -51,7 +51,7 @@ def attributes(path: tuple[str, ...]) -> dict[str, str]:
 
 
 def glance(path: tuple[str, ...]) -> Reply:
-    """What can be said of a name without running anything: its type, shape and documentation."""
+    """Describe a name without running anything: its type, shape and documentation."""
     value = _value(path)
     if value is _NOTHING:
         return inspect_reply("")

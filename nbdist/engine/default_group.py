@@ -101,10 +101,10 @@ def _keep(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _on_own_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """barrier, on this rank's GPU whatever number device_ids has; on CPU ranks on none.
+    """Call barrier on this rank's GPU whatever number device_ids has; on CPU ranks on none.
 
     Scripts and Accelerate's `wait_for_everyone` write LOCAL_RANK. torch makes a tensor there: on
-    another rank's GPU, or on one that nobody has, and then fails while the other ranks wait.
+    another rank's GPU, or on one that no rank has, and then fails while the other ranks wait.
     """
     signature = inspect.signature(original)
     place_of_ids = [*signature.parameters].index("device_ids")

@@ -1,7 +1,7 @@
 """A new engine's first work of its own: to join the local cluster's group.
 
-The controller counts an engine as there after its first heartbeat, which needs no Python. What
-follows here goes on meanwhile, and the notebook waits for both.
+The controller counts an engine as there after its first heartbeat, which needs no Python. The
+join goes on meanwhile, and the notebook waits for both.
 """
 
 from __future__ import annotations

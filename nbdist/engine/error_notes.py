@@ -1,4 +1,4 @@
-"""What a cell's error has to do with a strategy, where torch and Python cannot know it."""
+"""Notes on what a cell's error has to do with a strategy, which torch and Python cannot know."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_TARGET = re.compile(r"Target modules .* not found in the base model")  # PEF
 
 
 def install(shell: Any) -> None:
-    """Let the message of a cell's error end with what is known of it, wherever it is shown."""
+    """Let the message of a cell's error end with the note on it, wherever it is shown."""
     show = shell.showtraceback
 
     @functools.wraps(show)

@@ -1,4 +1,4 @@
-"""What an engine knows about itself: its host, its GPUs, its launcher's rank."""
+"""An engine's facts about itself: its host, its GPUs, its launcher's rank."""
 
 from __future__ import annotations
 

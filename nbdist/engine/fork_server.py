@@ -1,18 +1,18 @@
-"""A process that imports once what every rank needs, and becomes a rank in each of its forks.
+"""A process that imports once the modules of every rank, and becomes a rank in each of its forks.
 
 Run by its path, as engine/__main__.py: `python -P fork_server.py KERNEL_PID ROOM`. The kernel
 (cluster/kernel/rank_server.py) asks by lines of its input, and reads its output. ROOM and the
-variable of the same name are spaces: what /proc shows of a fork is written over them.
+variable of the same name are spaces: the text of a fork in /proc is written over them.
 
-A fork is what a started rank would be: its own environment, files, session, signals, seeds and
-thread counts. What cannot be made so refuses the fork, and the kernel starts the rank itself.
+A fork equals a started rank: it has its own environment, files, session, signals, seeds and
+thread counts. Where one of these cannot be, the fork is refused, and the kernel starts the rank.
 """
 
 from __future__ import annotations
 
 import sys
 
-# What an interpreter has before it has a rank's sys.path.
+# The modules of an interpreter before it has a rank's sys.path.
 AT_START = frozenset(sys.modules)
 
 import atexit  # noqa: E402
@@ -41,8 +41,8 @@ from typing import Any  # noqa: E402
 MARK = "nbdist-agent "
 # Variable of the server's environment, and last word of its command line.
 ROOM = "NBDIST_ROOM"
-# What a rank imports before it is ready; with a colon, a module's tuple of more modules. The last
-# imports nothing more: what a rank has behind it in sys.modules it has imported itself.
+# A rank's imports before it is ready; with a colon, a module's tuple of more modules. The last
+# imports nothing more: modules behind it in sys.modules were imported by the rank itself.
 FIRST = (
     "torch",
     "numpy.random",
@@ -65,10 +65,10 @@ NICENESS = 10
 IDLE_END_S = 600.0
 # After %load_ext: a start that comes at once has its imports at normal priority.
 NORMAL_S = 1.0
-# After the last request: what is left to import waits for a start to be over.
+# Seconds after the last request: imports that are left wait for a start to be over.
 RESUME_S = 3.0
 FORK_DEADLINE_S = 20.0
-# Of an import's thread that has ended, the system still shows a moment later.
+# The system still shows the thread of the imports for a moment after its end.
 THREAD_END_S = 1.0
 # Variables that libraries read when they are loaded. With another value: another server.
 READ_AT_IMPORT = (
@@ -77,12 +77,12 @@ READ_AT_IMPORT = (
     "NUMEXPR_", "NUMPY_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TRANSFORMERS_",
     "TRITON_", "VECLIB_", "XDG_",
 )  # fmt: skip
-# Of these a fork takes its own, or they are read later.
+# A fork sets these variables anew, or they are read later.
 TAKEN_OVER = (
     "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHELASTIC_", "TORCH_DISTRIBUTED_DEBUG",
     "TORCH_FR_", "TORCH_GLOO_", "TORCH_NCCL_",
 )  # fmt: skip
-# As numpy's wheels name it, with and without 64-bit numbers, and as OpenBLAS itself does.
+# The name in numpy's wheels, with and without 64-bit numbers, and in OpenBLAS itself.
 SET_BLAS_THREADS = (
     "scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
     "openblas_set_num_threads64_", "openblas_set_num_threads",
@@ -90,7 +90,7 @@ SET_BLAS_THREADS = (
 
 
 class Imports:
-    """What is imported: in a thread, soon at low priority, and the first when it is needed.
+    """The imports: in a thread, soon at low priority, and the first when it is needed.
 
     A thread, because an ordinary user's process cannot take its niceness back, and a thread of
     Linux has its own.
@@ -190,7 +190,7 @@ class ShownByProc:
 
 
 class Server:
-    """Answers the kernel's requests one after the other, and tells how forks end."""
+    """Answers the kernel's requests one after the other, and reports how forks end."""
 
     def __init__(self, kernel: int) -> None:
         """`kernel` is the process at the other end of standard input and output."""
@@ -238,7 +238,7 @@ class Server:
     def _begin(self, request: Mapping[str, Any]) -> None:
         self._environ = dict(request["env"])
         sys.path[:] = request["sys_path"]
-        # What is imported takes the ranks' environment; BLAS alone must not start threads.
+        # Imports read the ranks' environment; BLAS alone must not start threads.
         os.environ.pop(ROOM, None)
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
         # torch asks NVML then, and not CUDA, which a process must not touch before it forks.
@@ -413,7 +413,7 @@ class Server:
             with contextlib.suppress(OSError):
                 parent.sendall(f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        # Otherwise nobody would end this process: the guardian has looked before it had its mark.
+        # Otherwise this process would not be ended: the guardian looked before it had its mark.
         if not is_known or self._kernel.has_ended():
             os._exit(1)
         self._kernel.close()
@@ -604,7 +604,7 @@ def _installed_places() -> set[str]:
 def _leave(code: int) -> None:
     """End as multiprocessing's children do, without taking the interpreter down.
 
-    That touches all memory which a rank shares with the server: up to half a second of each.
+    Taking it down touches all memory that a rank shares with the server: up to half a second each.
     """
     # Private: what Py_Finalize calls first in CPython 3.11 to 3.14. Executors end their threads by
     # it, and threads that wait for the main thread's end go on.

@@ -6,10 +6,10 @@ the coalesced all-gather; the coalesced all-reduce refuses. docs/limits.md has t
 methods of groups are wrapped through which all calls from Python pass: dist.send and its kin,
 batch_isend_irecv, torch's pipelining, ours and the user's.
 
-What is sent is copied to the host within the call, once the GPU has computed it. What is received
+A sent tensor is copied to the host within the call, once the GPU has computed it. A received one
 is copied back by `Work.wait`, on the stream that was current in the call.
 
-Functional collectives, by which DTensor redistributes, make two of these calls in C++, past any
+Functional collectives, which DTensor uses to redistribute, make two of these calls in C++, past any
 wrapper: seen on an H200 as SIGSEGV in each `full_tensor()`. They have kernels of our own here.
 """
 
@@ -42,12 +42,12 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """What a call writes.
+    """The tensors that a call writes.
 
     Attributes:
         outputs: The caller's tensors, as they were given.
-        stream: Of the GPU; None without one.
-        copies: (one of them, its copy on the host) until it has been copied back.
+        stream: The GPU's stream; None without a GPU.
+        copies: (output, its copy on the host) until it has been copied back.
     """
 
     outputs: Any
@@ -56,11 +56,11 @@ class _Arrival:
 
     def copy_back(self) -> Any:
         """Bring what has come to where it belongs, once, and return the outputs."""
-        # Whoever waits can be a thread with another stream, or torch's own for futures.
+        # The waiting thread can have another stream, or be torch's own thread for futures.
         with torch.cuda.stream(self.stream):
             while self.copies:
                 tensor, host = self.copies[-1]
-                # As a backend writes: autograd counts it as no change.
+                # Written as by a backend: autograd counts it as no change.
                 tensor.data.copy_(host)
                 self.copies.pop()
         return self.outputs

@@ -1,4 +1,4 @@
-"""What cells use sooner or later, imported while the rank has nothing else to do."""
+"""Imports of modules that cells use sooner or later, while the rank has nothing else to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbdist.parallel.accelerator.lazy import MODULES
 
 # And for the first model that is prepared.
 _WANTED = (*MODULES, "nbdist.planner.rank.shortage")
-# Idle for so long: a cell that comes at once does not wait.
+# Idle time before the imports: a cell that comes at once does not wait.
 AFTER_S = 1.0
 
 

@@ -70,7 +70,7 @@ from nbdist.recording.rank import cell_hook
 from nbdist.rpc.rank import cell_hooks, crash_files
 from nbdist.strategy.choice import Strategy
 
-# What torch is asked for by name: with NCCL, tensors on the CPU still have a group.
+# The backends asked of torch by name: with NCCL, tensors on the CPU still have a group.
 TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 # torch's own (10 minutes with NCCL, 30 with Gloo) ends the wait for a peer that only computes for
 # long. Waiting in vain is seen from outside, in seconds.
@@ -103,7 +103,7 @@ def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
             facts.describe(rank), rank_hint=rank, size_hint=world_size, local_hint=rank, job_id=""
         )
         if not report.has_cuda:
-            # Then torch sees no GPU; with those of the machine the reason can be told.
+            # Then torch sees no GPU; the machine's GPUs show the reason.
             report = replace(report, gpus=tuple(Gpu(*gpu) for gpu in start["gpus"]))
         (run_dir / f"arrived.{rank}").touch()
         reports = exchange_reports(store, report, world_size, start["deadline_s"])
@@ -383,11 +383,11 @@ def _find_store(
 
 
 def take_plan(plan: Topology, gone: Sequence[int]) -> tuple[str, int]:
-    """Take a plan in which ranks that are gone have new places.
+    """Take a plan that gives ranks that are gone new places.
 
     Returns address and port at which the new ones find the store; ("", 0) where it is a file.
 
-    On each rank that stays, before `process_groups.recover`.
+    Called on each rank that stays, before `process_groups.recover`.
 
     Raises:
         NbdistError: If the store was with a rank that is gone, and the next one cannot be reached.

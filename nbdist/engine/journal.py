@@ -1,6 +1,6 @@
 """The journal of a kept rank: each message of its cell is written to a file before it is sent.
 
-What a cell says is then there for whoever attaches later, however the notebook's kernel ended. Only
+A notebook that attaches later reads the cell's messages there, however the old kernel ended. Only
 cells that bring CELL_KEPT are written down; ranks that are not kept pay nothing.
 """
 
@@ -20,10 +20,10 @@ from nbdist.core.rank import this_rank
 from nbdist.rpc.rank.cell_hooks import CellContext
 from nbdist.rpc.wire import CELL_KEPT, CELL_NUMBER, CELL_RUN
 
-# What a message on the wire has before its parts: who it is for, then this.
+# The delimiter of a message on the wire: the receiver, then this, then its parts.
 DELIMITER = b"<IDS|MSG>"
 IDLE = b'"idle"'
-# Of a journal that is read from another host, at a time.
+# Bytes at a time of a journal that is read from another host.
 PIECE_BYTES = 1 << 22
 
 
@@ -31,11 +31,11 @@ class Journal:
     """The file of one cell; from any thread.
 
     Attributes:
-        lost_bytes: What could not be written, as the disk is full.
+        lost_bytes: The number of bytes that were not written, as the disk is full.
     """
 
     def __init__(self, path: Path, head: CellHead, message_id: str):
-        """Begin the file anew; whoever still reads the one before keeps it.
+        """Begin the file anew; a reader of the one before still has that.
 
         Raises:
             OSError: If it cannot be written.
@@ -81,7 +81,7 @@ class Journal:
                     return
             except OSError:
                 pass
-            # The disk is full. What comes later may be shorter: the reply, and the end.
+            # The disk is full. Later records may be shorter: the reply, and the end.
             self.lost_bytes += len(record)
             self._file.truncate(at)
             self._file.seek(at)
@@ -134,7 +134,7 @@ def _begin(cell: CellContext, ranks: tuple[int, ...]) -> Journal | None:
         time.time(),
     )
     path = Path(os.environ["NBDIST_RUN"]) / journal.FOLDER / str(this_rank().place.rank)
-    # All that a rank says goes through this socket, what its forked children print too.
+    # All messages of a rank go through this socket, output of its forked children too.
     sender = getattr(cell.kernel.iopub_socket, "io_thread", cell.kernel.iopub_socket)
     if not isinstance(sender.socket, _WrittenDown):
         sender.socket = _WrittenDown(sender.socket)
@@ -154,7 +154,7 @@ def read(run: int, offset: int) -> bytes | None:
         reader = journal.JournalReader()
         for _ in reader.take(file.readline()):
             pass
-        # What is damaged is handed out: the notebook says so.
+        # A damaged journal is handed out: the notebook reports the damage.
         is_other = reader.head is None or (run and reader.head.run != run)
         if is_other and not reader.is_damaged:
             return None

@@ -15,7 +15,7 @@ from nbdist.errors import NbdistError
 from nbdist.hang.rank import rendezvous
 from nbdist.rpc.wire import CELL_RUN
 
-# Those that Python runs as modules, and those of IPython's own that find a program.
+# Magics that run a Python module, and IPython's own that find a program.
 MODULES = ("pip", "uv")
 PROGRAMS = ("conda", "mamba", "micromamba")
 # A build from source can take most of that.

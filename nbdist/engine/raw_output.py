@@ -18,7 +18,7 @@ from typing import Any
 BUFFER_BYTES = 1 << 16
 DRAIN_DEADLINE_S = 1.0
 TAKE_OVER_DEADLINE_S = 1.0
-# What of ipykernel's OutStream is used here. Without one of these its own thread goes on: then
+# Attributes of ipykernel's OutStream used here. Without one of these its own thread goes on: then
 # characters may break, and what a child prints at the very end of a cell may be lost.
 PRIVATE = (
     "_should_watch",
@@ -52,9 +52,9 @@ _NOISY_WORDS = ("USDT:", "STAGE:", "CPUAllocator.cpp:", "registerClient", "Devic
 class RawReader:
     """Reads the pipe behind a stream of ipykernel, in the place of ipykernel's own thread.
 
-    That thread decodes each 1000 bytes by themselves, which breaks characters in two, and
-    nobody can wait for it: what it reads after the cell's reply belongs to no cell and is
-    lost (ipykernel 7.4).
+    ipykernel's thread decodes each 1000 bytes by themselves, which breaks characters in two,
+    and no caller can wait for it: output that it reads after the cell's reply belongs to no
+    cell and is lost (ipykernel 7.4).
     """
 
     def __init__(self, stream: Any):
@@ -97,7 +97,7 @@ class RawReader:
                 if stream._should_watch:
                     stream.write(self._without_noise(self._decoder.decode(raw)))
                     # A copy for the engine's log. Where that is on a full disk this thread has
-                    # to go on: writers would block for ever on a pipe that nobody reads.
+                    # to go on: writers would block for ever on a pipe without a reader.
                     with contextlib.suppress(OSError):
                         os.write(stream._original_stdstream_copy, raw)
 

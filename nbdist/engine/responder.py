@@ -80,7 +80,7 @@ def abort(generation: int) -> int:
 
 
 def standing() -> tuple[Topology, int, int, Strategy]:
-    """What whoever attaches has to know: plan, generation of the groups, newest cell, strategy."""
+    """Facts for a kernel that attaches: plan, generation of the groups, newest cell, strategy."""
     generation, run = call_log.newest()
     topology = this_rank().topology
     # Not imported for this: accelerate comes with it.
@@ -89,7 +89,7 @@ def standing() -> tuple[Topology, int, int, Strategy]:
     return topology, generation, run, strategy
 
 
-# All that can be asked; the kernel declares the same names. Nothing else is called.
+# All functions that can be asked; the kernel declares the same names. Nothing else is called.
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
         "ping": ping,

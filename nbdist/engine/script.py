@@ -16,7 +16,7 @@ _programs: list[tuple[str, str, tuple[str, ...]]] = []
 def take(path: str, text: str, arguments: tuple[str, ...]) -> None:
     """Keep a program for `run`, so that the cell that runs it is one short line.
 
-    Its file is on the notebook's host, and may not exist here. The arguments follow it in sys.argv.
+    The file is on the notebook's host, and may not exist here. The arguments follow it in sys.argv.
     """
     _programs[:] = [(path, text, arguments)]
 
@@ -34,7 +34,7 @@ def run(names: dict[str, Any]) -> None:
     # In cells exit() and quit() are IPython's, and refused.
     names |= {"__file__": path, "exit": sys.exit, "quit": sys.exit}
     source_line.programs.add(path)
-    # What ran, though the file may be changed meanwhile, or lie on another host.
+    # The text that ran, though the file may be changed meanwhile, or lie on another host.
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     try:
         exec(compile(text, path, "exec", dont_inherit=True), names)  # noqa: S102  # asked for

@@ -1,4 +1,4 @@
-"""What makes a cell on a rank behave as in the notebook: numbers, await, refusals."""
+"""Hooks that make a cell on a rank behave as in the notebook: numbers, await, refusals."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def number_cells(shell: Any) -> None:
 
 
 def leave_out_unread(kernel: Any) -> None:
-    """Make no records of each message for the log, and send nothing that nobody takes notice of.
+    """Make no records of each message for the log, and send no message that has no reader.
 
-    That a cell has begun is told by its execute_input, a moment after the status "busy" and once
-    the rank takes an interrupt; that a call has begun concerns nobody. When a cell of the notebook
-    was started ipyparallel's client would only parse, slowly: RankState has that.
+    The execute_input of a cell reports its begin, a moment after the status "busy" and once the
+    rank takes an interrupt; the begin of a call matters to no reader. RankState has when a cell of
+    the notebook was started, which ipyparallel's client would only parse, slowly.
     """
     if kernel.log.level <= logging.DEBUG and kernel.parent.log_level >= logging.INFO:
         kernel.log.setLevel(logging.WARNING)
@@ -90,7 +90,7 @@ def leave_out_unread(kernel: Any) -> None:
 def finish_device_calls(shell: Any) -> None:
     """Let a cell end once the GPU has done its collective calls; see main_thread.
 
-    As a part of the cell, so that an interrupt, or the abort of the calls, is its failure.
+    The wait is a part of the cell: an interrupt, or an abort of the calls, is the cell's failure.
     """
     run_nodes = shell.run_ast_nodes
     finish = compile(f"__import__('sys').modules[{main_thread.__name__!r}].finish_device_calls()",
@@ -154,7 +154,7 @@ _wakers: list[socket.socket] = []
 
 
 def name_code_alike(compiler: Any) -> None:
-    """Leave the process id out of the file names that warnings and printed tracebacks tell.
+    """Leave the process id out of the file names in warnings and printed tracebacks.
 
     A cell's code is /tmp/ipykernel_PID/HASH.py to ipykernel, another one on each rank, so that
     equal lines would not be merged.
@@ -202,7 +202,7 @@ def _unlink_own(link: TracebackType | None) -> None:
 
 
 def _is_around_others(link: TracebackType) -> bool:
-    """Whether it is a frame of nbdist in which somebody else's function has raised.
+    """Whether it is a frame of nbdist in which another package's function has raised.
 
     A wrapper of the recorder can be the last Python frame: what it calls, `original`, may be C++.
     """
@@ -226,7 +226,7 @@ def refuse_input(kernel: Any) -> None:
     kernel.raw_input = refuse
     kernel.getpass = refuse
     sys.breakpointhook = refuse
-    # Its prompt, by which programs tell that they run interactively: Lightning then refuses ddp.
+    # The shell's prompt shows programs that they run interactively: Lightning then refuses ddp.
     vars(sys).pop("ps1", None)
 
 

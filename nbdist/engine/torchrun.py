@@ -40,7 +40,7 @@ class ScriptRank:
     Every method is collective: all ranks call it, with the same arguments. Rank 0 prints a line.
 
     Attributes:
-        accelerator: As in a notebook's cells; it sets itself up at its first use.
+        accelerator: The same as in a notebook's cells; it sets itself up at its first use.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ScriptRank:
             path: A folder that all ranks see; a checkpoint that is there is replaced.
             asynchronous: Go on training while it is written; `wait`, and the next save or load,
                 wait for its end. Call `wait` at the end of the script.
-            adapters_only: Of models save the adapters of PEFT alone.
+            adapters_only: Save the adapters of PEFT alone, not whole models.
 
         Raises:
             CheckpointError, NbdistError: It cannot be saved; what was there is unchanged.
@@ -135,8 +135,8 @@ def join(strategy: str | None = None, /, **options: object) -> ScriptRank:
     `init_process_group` and, on GPUs, `torch.cuda.set_device`. In a notebook's rank it is a switch.
 
     Args:
-        strategy: Of %dist_strategy; default: ddp, or what the degrees say.
-        options: Its degrees and options: tp=2, bf16=True, checkpoint="full".
+        strategy: A strategy of %dist_strategy; default: ddp, or what the degrees say.
+        options: The strategy's degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
         StartError: There is no process group, or its ranks do not lie side by side on each host.
@@ -183,7 +183,7 @@ def _become_rank() -> topology.Topology:
 
 
 def _end_of(token: str) -> Saved | None:
-    """What was saved, once this rank has done its part; on rank 0, once it is in its place."""
+    """Return the saved content once this rank has done its part; on rank 0, once it is in place."""
     saving = jobs.wait(token)
     if saving.state == FAILED:
         raise CheckpointError(f"The checkpoint was not saved: {saving.failure}.")
