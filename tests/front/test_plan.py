@@ -1,5 +1,6 @@
 """%dist_plan in a notebook, from Python and in a terminal."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 from nbdist import plan
 from nbdist.core import topology
 from nbdist.core.gpus import GpuReading
+from nbdist.core.option import options_of
 from nbdist.errors import OptionError
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import Doing, Sample
 from nbdist.planner.devices import DEVICES, Device, device_of_ranks
+from nbdist.planner.request import PlanRequest
 from nbdist.planner.view.plan_view import PlanView
 from tests.support.kernel import Kernel
 from tests.support.terminal import nbdist
@@ -191,6 +194,14 @@ def test_it_is_planned_in_what_people_train_in(
     assert row.choice is not None
     assert row.choice.options.precision == precision
     assert assumed in view.text
+
+
+def test_python_has_every_option_of_the_verb() -> None:
+    """By its flag's name; what is a run on the ranks, or a shorter word, is the verb's alone."""
+    flags = {row.flags[0].removeprefix("--").replace("-", "_") for row in options_of(PlanRequest)}
+    names = inspect.signature(plan).parameters.keys() - {"model", "strategy_options"}
+
+    assert names == flags - {"check", "fp32", "ac"}
 
 
 def test_costs_and_the_network_from_python() -> None:

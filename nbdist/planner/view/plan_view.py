@@ -136,16 +136,13 @@ def _experts(plan: Plan) -> list[str]:
     if shape.experts is None or not plan.model.has_shape:
         return []
     experts, blocks = shape.experts, f"{shape.routed_blocks} of {shape.layers} blocks"
-    even = (
-        "equally many rows"
-        if plan.load.imbalance == 1
-        else (f"up to {plan.load.imbalance:g} x as many rows as the mean")
-    )
-    line = (
-        f"experts: {experts.count} in {blocks}, {experts.chosen} for each token, which passes "
-        f"{shape.active_parameters:,} parameters; under ep ranks get {even} (--imbalance)"
-    )
-    return [line]
+    even = f"up to {plan.load.imbalance:g} x as many rows as the mean"
+    if plan.load.imbalance == 1:
+        even = "equally many rows"
+    passes = f"{experts.chosen} for each token, which passes {shape.active_parameters:,} parameters"
+    return [
+        f"experts: {experts.count} in {blocks}, {passes}; under ep ranks get {even} (--imbalance)"
+    ]
 
 
 def _frozen(plan: Plan) -> list[str]:
