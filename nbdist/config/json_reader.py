@@ -105,11 +105,11 @@ class _Reader:
 
     def mapping(self, at: int, depth: int) -> tuple[Node, int]:
         entries: list[ConfigEntry] = []
-        place = self.skip(at + 1)
-        while self.text[place : place + 1] != "}":
-            if self.text[place : place + 1] != '"':
-                raise self.error(place, "a key in double quotation marks, or }, is missing")
-            key, end = self.string(place)
+        index = self.skip(at + 1)
+        while self.text[index : index + 1] != "}":
+            if self.text[index : index + 1] != '"':
+                raise self.error(index, "a key in double quotation marks, or }, is missing")
+            key, end = self.string(index)
             colon = self.skip(end)
             if self.text[colon : colon + 1] != ":":
                 raise self.error(colon, f'a colon after "{key}" is missing')
@@ -117,35 +117,35 @@ class _Reader:
             first = next((entry for entry in entries if entry.key == key), None)
             if first is not None:
                 why = f"it is on line {first.line}, too: DeepSpeed refuses that, others take the "
-                flaw = Flaw(key, self.line(place), "twice", f"{why}last", "keep one of them")
+                flaw = Flaw(key, self.line(index), "twice", f"{why}last", "keep one of them")
                 self.flaws.append(flaw)
-            entries.append(ConfigEntry(key, place, end, self.line(place), node))
-            place = self.comma(after, "}")
-        mapping = Node(at, place + 1, self.line(at), entries=tuple(entries), is_flow=True)
-        return mapping, place + 1
+            entries.append(ConfigEntry(key, index, end, self.line(index), node))
+            index = self.comma(after, "}")
+        mapping = Node(at, index + 1, self.line(at), entries=tuple(entries), is_flow=True)
+        return mapping, index + 1
 
     def array(self, at: int, depth: int) -> tuple[Node, int]:
         items: list[Node] = []
-        place = self.skip(at + 1)
-        while self.text[place : place + 1] != "]":
-            node, after = self.value(place, depth + 1)
+        index = self.skip(at + 1)
+        while self.text[index : index + 1] != "]":
+            node, after = self.value(index, depth + 1)
             items.append(node)
-            place = self.comma(after, "]")
-        array = Node(at, place + 1, self.line(at), items=tuple(items), is_flow=True)
-        return array, place + 1
+            index = self.comma(after, "]")
+        array = Node(at, index + 1, self.line(at), items=tuple(items), is_flow=True)
+        return array, index + 1
 
     def comma(self, at: int, closing: str) -> int:
         """The place after a comma and what is to be skipped, or the closing bracket's."""
-        place = self.skip(at)
-        mark = self.text[place : place + 1]
+        index = self.skip(at)
+        mark = self.text[index : index + 1]
         if mark == closing:
-            return place
+            return index
         if mark != ",":
-            raise self.error(place, f"a comma or {closing} is missing")
-        following = self.skip(place + 1)
+            raise self.error(index, f"a comma or {closing} is missing")
+        following = self.skip(index + 1)
         if self.text[following : following + 1] == closing:
             self.flaws.append(
-                Flaw("trailing comma", self.line(place), ",", _NO_COMMA, "take it out", place,
-                     place + 1)
+                Flaw("trailing comma", self.line(index), ",", _NO_COMMA, "take it out", index,
+                     index + 1)
             )  # fmt: skip
         return following

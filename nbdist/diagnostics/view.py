@@ -75,18 +75,18 @@ def kept(those: Sequence[KeptRun], now_s: float) -> View:
     return table(["run", "state", "ranks", "GPUs", "up for", "time left", "newest cell"], rows)
 
 
-def topology(seen: LinkPicture) -> View:
+def topology(picture: LinkPicture) -> View:
     """Ranks with their interfaces, what each host has, where the mesh lies, and what is wrong.
 
     The picture repeats what the text has: hosts as boxes, ranks in them, the network beside.
     """
-    has_ranks = seen.strategy is not None
-    ranks = _ranks(seen) if has_ranks else View(_HERE, lines_html([_HERE]))
-    parts = [ranks, _hosts(seen), *([_axes(seen)] if seen.axes else [])]
+    has_ranks = picture.strategy is not None
+    ranks = _ranks(picture) if has_ranks else View(_HERE, lines_html([_HERE]))
+    parts = [ranks, _hosts(picture), *([_axes(picture)] if picture.axes else [])]
     if not is_stored():
-        findings = examine(seen)
+        findings = examine(picture)
         parts += [verdicts(findings)] if findings else []
-    drawing = "" if is_stored() else _svg(seen)
+    drawing = "" if is_stored() else _svg(picture)
     return View(
         "\n\n".join(part.text for part in parts),
         f"<div>{drawing}{''.join(part.html for part in parts)}</div>",
@@ -94,10 +94,10 @@ def topology(seen: LinkPicture) -> View:
     )
 
 
-def _ranks(seen: LinkPicture) -> View:
-    assert seen.strategy is not None
+def _ranks(picture: LinkPicture) -> View:
+    assert picture.strategy is not None
     rows = []
-    for its in seen.hosts:
+    for its in picture.hosts:
         for place, links in zip(its.places, its.links, strict=True):
             chosen = links.chosen
             interface = f"{chosen.gloo} {chosen.address}".strip() if chosen else _LOCAL
@@ -110,21 +110,21 @@ def _ranks(seen: LinkPicture) -> View:
                     shown(chosen.why if chosen else _WHY_LOCAL),
                 ]
             )
-    count, hosts = len(rows), len(seen.hosts)
+    count, hosts = len(rows), len(picture.hosts)
     head = f"{count} rank{'s' if count > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}, "
-    head += f"{shown(seen.backend)}, {described(seen.strategy)}"
+    head += f"{shown(picture.backend)}, {described(picture.strategy)}"
     return table(["rank", "host", "device", "interface", "because"], rows, before=[head])
 
 
-def _hosts(seen: LinkPicture) -> View:
+def _hosts(picture: LinkPicture) -> View:
     """What each host has, a line for each kind of link; in a notebook more than two are folded."""
     text, body = [], ""
-    for its in seen.hosts:
+    for its in picture.hosts:
         ranks = f": {ranks_phrase(its.host.ranks)}" if its.host.ranks else ""
         title = f"host {shown_host(its.host.name)}{ranks}"
         facts = [PLACEHOLDER] if is_stored() else [*_host_lines(its)]
         text += [title, *(f"  {line}" for line in facts)]
-        body += folded(title, lines(facts).html, is_open=len(seen.hosts) <= _MOST_OPEN)
+        body += folded(title, lines(facts).html, is_open=len(picture.hosts) <= _MOST_OPEN)
     return View("\n".join(text), body)
 
 
@@ -184,10 +184,10 @@ def _gpu_lines(its: HostLinks) -> Iterator[str]:
         yield ", ".join(f"{kind}: {LINKS[kind]}" for kind in LINKS if kind in kinds)
 
 
-def _axes(seen: LinkPicture) -> View:
+def _axes(picture: LinkPicture) -> View:
     """Where each axis of the mesh lies, with one of its groups, if possible one that crosses."""
     rows = []
-    for place in seen.axes:
+    for place in picture.axes:
         where = "each within a host"
         if place.crossing:
             count = "all" if place.crossing == place.groups else str(len(place.crossing))
@@ -197,19 +197,19 @@ def _axes(seen: LinkPicture) -> View:
     return table(["axis", "ranks", "groups", "where", "such as"], rows)
 
 
-def _svg(seen: LinkPicture) -> str:
+def _svg(picture: LinkPicture) -> str:
     """Hosts below each other as boxes with their ranks, the network as a bar beside them."""
     shapes: list[str] = []
     y = 8
-    for its in seen.hosts:
+    for its in picture.hosts:
         height = 66 + _TILE_PX * -(-len(its.places) // _PER_ROW)
-        shapes += _host_shapes(seen, its, y, height)
+        shapes += _host_shapes(picture, its, y, height)
         y += height + 12
-    if len(seen.hosts) > 1:
+    if len(picture.hosts) > 1:
         shapes.append(_box(_NETWORK_PX, 8, 12, y - 20, "currentColor"))
         shapes.append(_text(_NETWORK_PX - 40, y + 10, "network", 11))
-    shapes.append(_text(4, y + 10, _key(seen), 11))
-    count = len(seen.hosts)
+    shapes.append(_text(4, y + 10, _key(picture), 11))
+    count = len(picture.hosts)
     name = f"{count} host{'s' if count > 1 else ''} with ranks and the links between them"
     width, height = _NETWORK_PX + 20, y + 20
     return (
@@ -219,8 +219,8 @@ def _svg(seen: LinkPicture) -> str:
     )
 
 
-def _host_shapes(seen: LinkPicture, its: HostLinks, y: int, height: int) -> Iterator[str]:
-    colours = _group_colours(seen)
+def _host_shapes(picture: LinkPicture, its: HostLinks, y: int, height: int) -> Iterator[str]:
+    colours = _group_colours(picture)
     yield _box(4, y, _HOST_PX, height, "none")
     yield _text(14, y + 18, its.host.name, 13)
     for number, place in enumerate(its.places):
@@ -230,7 +230,7 @@ def _host_shapes(seen: LinkPicture, its: HostLinks, y: int, height: int) -> Iter
         yield _text(x + 5, top + 18, f"rank {place.rank}", 11)
         yield _text(x + 5, top + 34, place.device, 10)
     yield _text(14, y + height - 12, _inside(its), 11)
-    if len(seen.hosts) > 1:
+    if len(picture.hosts) > 1:
         at = y + height // 2
         yield (
             f'<line x1="{_HOST_PX + 4}" x2="{_NETWORK_PX}" y1="{at}" y2="{at}" '
@@ -239,9 +239,9 @@ def _host_shapes(seen: LinkPicture, its: HostLinks, y: int, height: int) -> Iter
         yield _text(_HOST_PX + 12, at - 6, _wire(its), 11)
 
 
-def _group_colours(seen: LinkPicture) -> dict[int, str]:
+def _group_colours(picture: LinkPicture) -> dict[int, str]:
     """A colour for each rank by its group of the innermost drawn axis; red where that crosses."""
-    place = next((place for place in reversed(seen.axes) if place.axis in _COLOURED), None)
+    place = next((place for place in reversed(picture.axes) if place.axis in _COLOURED), None)
     if place is None:
         return {}
     return {
@@ -251,8 +251,8 @@ def _group_colours(seen: LinkPicture) -> dict[int, str]:
     }
 
 
-def _key(seen: LinkPicture) -> str:
-    place = next((place for place in reversed(seen.axes) if place.axis in _COLOURED), None)
+def _key(picture: LinkPicture) -> str:
+    place = next((place for place in reversed(picture.axes) if place.axis in _COLOURED), None)
     if place is None:
         return ""
     crossing = "; red: they are on several hosts" if place.crossing else ""
