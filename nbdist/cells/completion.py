@@ -1,4 +1,4 @@
-"""What Tab and Shift-Tab ask for: the name before the cursor, and a frontend's reply to it."""
+"""Requests of Tab and Shift-Tab: the name before the cursor, and a frontend's reply to it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def reply_of(names: Mapping[str, str], code: str, cursor: int) -> Reply:
 def reply_with(
     texts: Iterable[str], start: int, end: int, types: Mapping[str, str] | None = None
 ) -> Reply:
-    """A complete_reply: texts that may stand in place of what is between start and end."""
+    """A complete_reply: texts that may replace the text between start and end."""
     texts = list(texts)
     typed = [
         {"start": start, "end": end, "text": text, "type": (types or {}).get(text, ""),
@@ -75,7 +75,7 @@ def reply_with(
 
 
 def shift_reply(reply: Reply, by: int) -> Reply:
-    """A complete_reply for a cell in which the code stands so many characters further on."""
+    """A complete_reply for a cell whose code begins this many characters later."""
     metadata = dict(reply.get("metadata", {}))
     if _TYPES in metadata:
         metadata[_TYPES] = [

@@ -1,4 +1,4 @@
-"""What to do about errors whose reason is how ranks and notebook differ."""
+"""Advice on errors that differences between ranks and notebook cause."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _name_of_the_notebook(message: str, has_name: HasName) -> str:
 
 
 def name_of_the_ranks(name: str, types: Mapping[int, str]) -> str:
-    """What to do in the notebook about a name that ranks have, by its type there."""
+    """Advice in the notebook on a name that ranks have, by its type there."""
     where = f"{name} is on {ranks_phrase(sorted(types))}, not in the notebook"
     pull = f", or copy it with %dist_pull {name}"
     return f"{where}: run the cell with %%distributed{'' if _STAY & {*types.values()} else pull}"

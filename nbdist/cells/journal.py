@@ -1,9 +1,9 @@
-"""What one rank's cell has said, in a file beside the rank: written as it is sent, read anywhere.
+"""A file beside a rank with its cell's messages: written as they are sent, read anywhere.
 
 A kept rank writes each of its messages there before it sends it, so that nothing is lost when the
 notebook's kernel ends in the middle of a cell. The file begins with a line of JSON (`CellHead`);
-records follow, each a letter, the length of what follows, and that: a message (its parts), the
-reply, and the end, behind which nothing comes.
+records follow, each a letter, a length, and content of that length: a message (its parts), the
+reply, and the end, which is the last.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CellHead:
     """A cell that a kept rank runs, or has run last.
 
     Attributes:
-        run: Its number on these ranks.
-        number: The notebook's; None where there was none.
-        ranks: Those that run it.
+        run: The cell's number on these ranks.
+        number: The notebook's number; None where there was none.
+        ranks: The ranks that run it.
         began_s: When, by the clock of the rank's host that does not jump (monotonic).
         pid: The rank's process.
         at_s: When it began, in Unix time.
@@ -64,7 +64,7 @@ def pack_message(parts: Sequence[bytes]) -> bytes:
 
 
 def pack_reply(reply: dict[str, Any]) -> bytes:
-    """The cell's reply as a record: its status, the error that it tells of, and when it came."""
+    """The cell's reply as a record: its status, the error in it, and when it came."""
     names = ("status", "ename", "evalue", "traceback")
     content = {name: reply[name] for name in names if name in reply}
     body = json.dumps({**content, "ended_s": time.monotonic()}).encode()
@@ -79,10 +79,10 @@ def pack_end(lost_bytes: int = 0) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """What a journal tells without its text.
+    """The state of a journal's cell without its text.
 
     Attributes:
-        status: Of the reply, "ok" or "error"; empty before it, or where it could not be written.
+        status: The reply's, "ok" or "error"; empty before it, or where it could not be written.
         has_ended: Nothing more comes.
         changed_s: When something was written last, in Unix time.
     """
@@ -119,7 +119,7 @@ def glance(path: Path) -> Glance | None:
             if (head := _head(file)) is None:
                 return None
             changed_s = os.fstat(file.fileno()).st_mtime
-            # What a rank writes just now is cut: its record counts from the next time on.
+            # A record that a rank is just writing is cut: it counts from the next time on.
             while len(start := file.read(_RECORD.size)) == _RECORD.size:
                 kind, length = _RECORD.unpack(start)
                 if kind == END:
@@ -156,7 +156,7 @@ class JournalReader:
         self._rest = b""
 
     def take(self, piece: bytes) -> list[Mapping[str, Any]]:
-        """The messages that are whole with this piece; none any more behind what is damaged."""
+        """Return the messages that this piece completes; none any more behind a damaged record."""
         self.offset += len(piece)
         messages: list[Mapping[str, Any]] = []
         if not self.is_damaged:
@@ -202,7 +202,7 @@ def by_date(
 ) -> list[tuple[int, Mapping[str, Any]]]:
     """The messages of ranks, each with its rank, in the order in which they were sent.
 
-    Of ranks that are far apart equal lines would not be merged.
+    Equal lines of ranks that are far apart in time would not be merged.
     """
     messages = [(rank, message) for rank, piece in pieces.items() for message in piece]
     return sorted(messages, key=lambda entry: entry[1]["header"].get("date", ""))

@@ -75,7 +75,7 @@ class KeptRun:
 
     @property
     def holder(self) -> str:
-        """Who holds it, `kernel 4711`; empty where nobody does."""
+        """The holder of the run, `kernel 4711`; empty where no kernel holds it."""
         owner = self.run.owner
         if self.run.state == KEPT or owner is None:
             return ""

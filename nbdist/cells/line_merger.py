@@ -82,7 +82,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _RankLines:
-    """What one rank has written to one stream and what of it is still to be shown."""
+    """The lines of one rank on one stream, and those of them still to be shown."""
 
     rank: int
     items: deque[_Run | Attachment] = field(default_factory=deque)
@@ -95,7 +95,7 @@ class _RankLines:
     _visible: str = ""
 
     def visible(self) -> str:
-        """What can be seen of the unfinished line, read once for each that was written."""
+        """The visible part of the unfinished line, read once for each that was written."""
         if self._read_of is not self.partial:
             last = self.partial.removesuffix("\n").rpartition("\n")[2]
             self._read_of, self._visible = self.partial, _read(last)[0]
@@ -103,7 +103,7 @@ class _RankLines:
 
 
 def overwrite(text: str) -> str:
-    r"""What is left of a line after its carriage returns, as a terminal shows it.
+    r"""The part of a line that a terminal shows after its carriage returns.
 
     A trailing `\r` (Windows line ends, or a bar about to be redrawn) erases nothing.
     """
@@ -115,9 +115,9 @@ def overwrite(text: str) -> str:
 
 
 def _read(raw: str) -> tuple[str, bool]:
-    r"""A line as it is in the end, and whether it is a progress bar.
+    r"""Return a line's final text, and whether it is a progress bar.
 
-    What is written over spaces (tqdm blanks a bar out with `leave=False`) is a plain line.
+    Text written over spaces (tqdm blanks a bar out with `leave=False`) is a plain line.
     """
     head, redrawn, last = raw.rstrip("\r").rpartition("\r")
     if not redrawn:
@@ -188,10 +188,10 @@ class LineMerger:
     """One stream (stdout or stderr) of all chosen ranks, merged line by line."""
 
     def __init__(self, stream: str, ranks: Iterable[int], *, is_patient: bool = False):
-        """Merge the lines of the chosen ranks; `stream` is named in what is returned.
+        """Merge the lines of the chosen ranks; `stream` is named in the returned lines.
 
         If patient, wait for ranks that are behind until they end, and show no bars: the result
-        then depends on what was written alone, not on when.
+        then depends on the text alone, not on its times.
         """
         self.stream = stream
         self.hidden_bar_ranks: set[int] = set()
@@ -220,7 +220,7 @@ class LineMerger:
         self._ranks[rank].items.append(_Run([text.removesuffix("\n")], now_s))
 
     def attach(self, rank: int, payload: Any, now_s: float, *, ends_line: bool = True) -> None:
-        """Place a payload, which comes back in an Attachment, after what the rank has written.
+        """Place a payload, which comes back in an Attachment, after the rank's text so far.
 
         Without `ends_line` it comes before a line of which a part has been written.
         """

@@ -18,7 +18,7 @@ TEXT_TYPES = frozenset({"text/plain", "text/llm+plain"})
 WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 # Python callers get this much of each rank's text back; the notebook shows all of it.
 KEPT_TEXT_CHARACTERS = 1_000_000
-# Times are told when the slowest rank took this much longer than the fastest.
+# Times are shown when the slowest rank took this much longer than the fastest.
 NOTABLE_DIFFERENCE_S = 0.5
 NOTABLE_DIFFERENCE = 0.1
 
@@ -55,13 +55,13 @@ Event = Line | Bar | DisplayOutput | ClearOutput
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What one rank did with a cell.
+    """The result of one rank's cell.
 
     Attributes:
         status: "ok", "error", "died", "interrupted" or "unfinished" (given up on after
             an interrupt: the rank is still in C code).
         elapsed_s: From sending the cell to the rank's last word.
-        text: What it printed (stdout and results), the last million characters.
+        text: Its printed text (stdout and results), the last million characters.
         outputs: Everything it wrote and displayed, in order, as notebook outputs, updates and
             clear_output() carried out. Of a longer text the last KEPT_TEXT_CHARACTERS, and
             a line that says so. Only where it was asked for.
@@ -77,7 +77,7 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """What the chosen ranks did with a cell, in rank order."""
+    """The results of the chosen ranks, in rank order."""
 
     ranks: tuple[RankResult, ...]
 
@@ -161,7 +161,7 @@ class OutputReducer:
 
     Text is merged over the ranks. Rich output is shown from the lowest rank that
     has any: rank 0's at its place among the lines, another rank's once every lower
-    one has ended without any (when all have ended, if patient). What the others
+    one has ended without any (when all have ended, if patient). Output that the others
     display is counted, and kept for tabs.
     """
 
@@ -210,7 +210,7 @@ class OutputReducer:
         return self._feeds[rank].failure
 
     def text(self, rank: int) -> str:
-        """What the rank has printed so far (stdout and results)."""
+        """The rank's printed text so far (stdout and results)."""
         return self._feeds[rank].text.text()
 
     def outputs(self, rank: int) -> tuple[dict[str, Any], ...]:
@@ -218,7 +218,7 @@ class OutputReducer:
         return tuple(output.in_notebook_format() for output in self._feeds[rank].outputs)
 
     def hidden(self, *, where: str = " (%%distributed --tabs shows all)") -> str:
-        """What was not shown, in a sentence, and where it can be; empty when everything was."""
+        """A sentence on output that was not shown, and where it is; empty when all was shown."""
         by_count: dict[int, list[int]] = defaultdict(list)
         for rank, feed in self._feeds.items():
             displays = [out for out in feed.unshown if isinstance(out, DisplayOutput)]
@@ -261,7 +261,7 @@ class OutputReducer:
         return []
 
     def _late_displays(self) -> list[Event]:
-        """What a rank has displayed before it was known that its displays are shown."""
+        """The outputs of a rank from before it was chosen as the one whose displays are shown."""
         rank = self._shown_rank()
         if rank is None:
             return []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nbdist.cells.line_merger import Line
 
-# Of each end; whichever is reached first.
+# The limits of each end; the first that is reached counts.
 SHOWN_LINES = 500
 SHOWN_CHARACTERS = 1_000_000
 # A line that does not fit is cut where it is longer than this, and else left for the end.
@@ -28,7 +28,7 @@ class Skipped:
 
 
 class Clip:
-    """Decides what is shown at once, and keeps the last of an output for its end.
+    """Decides which lines are shown at once, and keeps the last of an output for its end.
 
     The first SHOWN_LINES lines are shown as they come, as long as they are SHOWN_CHARACTERS at
     most. From what follows on, everything (the first lines too) is handed to what `write_to`
@@ -50,12 +50,12 @@ class Clip:
 
     @property
     def limit(self) -> str:
-        """What has been reached: `500 lines`."""
+        """The limit that has been reached: `500 lines`."""
         is_by_lines = self._head_lines >= SHOWN_LINES
         return f"{SHOWN_LINES} lines" if is_by_lines else f"{SHOWN_CHARACTERS:,} characters"
 
     def write_to(self, write: Callable[[str], object]) -> None:
-        """Write everything to a file by its `write`, what is already shown included."""
+        """Write all lines to a file by its `write`, shown ones included."""
         self._write = write
         write("".join(self._head))
         self._head.clear()
@@ -76,7 +76,7 @@ class Clip:
         return head + "\n" * (head[-1:] not in {"", "\n"}), text[end:]
 
     def keep(self, stream: str, text: str) -> None:
-        """Count what is not shown at once, and keep the last of it."""
+        """Count lines that are not shown at once, and keep the last of them."""
         self._later_lines += text.count("\n")
         self._later_characters += len(text)
         if self._write is not None:
@@ -94,7 +94,7 @@ class Clip:
             self._tail_characters -= min(excess, len(first.text))
 
     def rest(self) -> tuple[Skipped, list[Line]]:
-        """How much is shown nowhere, and the last lines, which are to be shown now."""
+        """Return how much is never shown, and the last lines, which are shown now."""
         skipped = Skipped(
             max(0, self._later_lines - len(self._tail)),
             max(0, self._later_characters - self._tail_characters),

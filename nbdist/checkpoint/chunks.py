@@ -82,9 +82,9 @@ def assign_chunks(
     world_size: int,
     undivided: Collection[str] = (),
 ) -> list[AssignedChunk]:
-    """Who writes which box; the same on all ranks, and every element by one of them.
+    """Assign boxes to writers; the same on all ranks, and every element has one writer.
 
-    What several ranks hold is shared out evenly between them: a large box is cut, and each part
+    A box that several ranks hold is shared out evenly: a large one is cut, and each part
     goes to the holder that has least to write so far, the first of several. Each tensor is its
     name, how it lies, and bytes of an element. What is undivided is written by its first holder.
     """

@@ -4,7 +4,7 @@
  commit    all of it on disk; NAME -> .NAME.nbdist-old; .NAME.nbdist-new -> NAME; the rest goes
 
 A process that ends between any two of these leaves the earlier checkpoint or the new one at NAME,
-or, between the two renames, both beside it: whoever comes next puts the new one there, which was
+or, between the two renames, both beside it: the next save or load puts the new one there, which was
 complete before the first rename.
 """
 
@@ -31,7 +31,7 @@ from nbdist.errors import CheckpointError
 
 _LOCK, _NEW, _OLD = "lock", "new", "old"
 _MARK = ".nbdist-"
-# What a checkpoint has at least, and has if its manifest is torn.
+# The files that each checkpoint has, even if its manifest is torn.
 _CHECKPOINT_NAMES = (manifest.MANIFEST, ".metadata", "*.distcp", "states.pt")
 # How long one waits for others that judge locks in the same folder.
 _TURN_S, _PAUSE_S = 60, 0.02
@@ -66,7 +66,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 def prepare(path: Path, where: str = "") -> Path:
     """Make an empty folder beside a checkpoint's place, in which the next one is written.
 
-    What saves of processes that have ended left there goes. One process only, and it calls
+    Remains of saves whose processes have ended are removed. One process only, and it calls
     `commit` or `abandon` for each. The path is as `resolve` gives it; folders above it are made.
     `where` is the notebook, named to others who save to the same path meanwhile.
 
@@ -99,7 +99,7 @@ def is_saved_by(path: Path, process: tuple[Machine, int, str]) -> bool:
 
 
 def commit(new: Path, path: Path) -> None:
-    """Move what was written to the checkpoint's path. The process of `prepare` alone.
+    """Move the new folder to the checkpoint's path. The process of `prepare` alone.
 
     Raises:
         CheckpointError: It has no manifest, or could not be written to disk or renamed. The
@@ -131,7 +131,7 @@ def commit(new: Path, path: Path) -> None:
 
 
 def abandon(path: Path) -> None:
-    """Remove what `prepare` made; what is at the path stays. The process of `prepare` alone."""
+    """Remove the folder of `prepare`; the path stays as it is. The process of `prepare` alone."""
     for _ in range(_TRIES):
         with contextlib.suppress(OSError):  # another rank may put a file there meanwhile
             _remove(_beside(path, _NEW))

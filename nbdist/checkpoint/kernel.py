@@ -32,7 +32,7 @@ from nbdist.errors import CheckpointError, Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import gather
 from nbdist.rpc.kernel.functions import RankFunction
 
-# Agreeing on what is saved, and a copy of it in the hosts' memory.
+# Seconds to agree on the content, and to copy it to the hosts' memory.
 BEGIN_S = 600.0
 # A large checkpoint on a slow disk.
 LOAD_S = 3600.0
@@ -143,7 +143,7 @@ class Checkpoints(CellHook):
         for first. All is read and compared with its checksums before anything changes.
 
         Args:
-            path: Of a checkpoint; relative to the notebook's folder.
+            path: The checkpoint's folder; relative to the notebook's.
             models_only: Leave optimizers, schedulers, loaders and random generators as they are.
 
         Raises:
@@ -277,7 +277,7 @@ class Checkpoints(CellHook):
         if first.saved is not None:
             self._pending = None
             return first.saved
-        # A rank can no longer write its part, of which rank 0 may not know.
+        # A rank can no longer write its part, and rank 0 may not know that.
         why = [f"rank {rank} {self._how(rank)}" for rank in gone]
         why += [s.failure for rank, s in states.items() if rank and s.state == FAILED]
         if why and not pending.is_stopping:
@@ -343,7 +343,7 @@ def export_weights(
             an `adapter_model.safetensors`.
         model: A variable on the ranks, or a path from one; empty for the only model.
         is_merged: Write the base model of adapters, with one merged into its weights.
-        adapter: The one that is meant; empty for the active one.
+        adapter: The adapter's name; empty for the active one.
 
     Raises:
         OptionError: There is no such model, or there are several; lists them.

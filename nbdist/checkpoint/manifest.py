@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as its file `nbdist.json` describes it.
+"""The contents of a checkpoint, as its file `nbdist.json` describes them.
 
 The values themselves lie beside it, in torch.distributed.checkpoint's files. This file is
 written last: a folder with a readable one, and with all files that it lists, is a whole checkpoint.
@@ -33,9 +33,9 @@ class SavedTensor:
     """A parameter or buffer, as the manifest describes it.
 
     Attributes:
-        name: As in the user's module.
-        shape: Of the whole tensor.
-        dtype: As torch names it, without `torch.`: `float32`.
+        name: The name in the user's module.
+        shape: The whole tensor's shape.
+        dtype: torch's name without `torch.`: `float32`.
     """
 
     name: str
@@ -64,9 +64,9 @@ class SavedOptimizer:
 
     Attributes:
         kind: Its class's name.
-        names: Of the parameters of each group, as the models name them.
-        numbers: Of each group: learning rate and the like.
-        states: What it remembers of a parameter: `exp_avg`, `step`; empty before its first step.
+        names: Names of the parameters of each group, as the models have them.
+        numbers: Numbers of each group: learning rate and the like.
+        states: State of a parameter: `exp_avg`, `step`; empty before the first step.
     """
 
     kind: str
@@ -91,7 +91,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What has written a checkpoint."""
+    """The versions of the programs that wrote a checkpoint."""
 
     nbdist: str
     torch: str
@@ -109,7 +109,7 @@ class Checkpoint:
         scaler: The gradient scaler's state; None without one.
         random: States of random generators, by rank: name -> text.
         step: How many steps were made.
-        world_size, strategy: Of the ranks that have saved it.
+        world_size, strategy: Those of the ranks that have saved it.
         saved_s: When, in Unix time.
     """
 
@@ -186,7 +186,7 @@ def read(folder: Path) -> Checkpoint:
     """The manifest of a folder; its files are not looked at.
 
     Raises:
-        CheckpointError: There is no readable one; says what is there instead.
+        CheckpointError: There is no readable one; names the content instead.
     """
     path = folder / MANIFEST
     try:
@@ -204,7 +204,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def check_files(folder: Path, checkpoint: Checkpoint, *, reads_all: bool = False) -> None:
-    """Refuse a checkpoint of which files are missing, short or changed.
+    """Refuse a checkpoint with missing, short or changed files.
 
     Without `reads_all` only lengths are compared; with it every byte is read for the checksums.
 

@@ -1,4 +1,4 @@
-"""What of a checkpoint does not fit the models and optimizers that are there."""
+"""Finds the parts of a checkpoint that do not fit the prepared models and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def mismatches(
 ) -> tuple[Finding, ...]:
     """Everything that differs, each kind of difference once; empty where all fits.
 
-    Models and optimizers are those that are prepared now, in the order in which they were.
+    Models and optimizers are the prepared ones, in the order of their preparation.
 
     Returns:
         Findings that are BAD where the state cannot be taken over, WARN where it can be and

@@ -1,4 +1,4 @@
-"""What a path is that holds no checkpoint of nbdist, and what reads it."""
+"""Recognises paths that hold no checkpoint of nbdist, and names their reader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 _HEADER_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-# What torch.save wrote before it wrote zip files: a pickle of this number.
+# The first pickled number of a file that torch.save wrote before it wrote zip files.
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_NAMED = 5
 # Folders of other programs: what names in one begin with, and what it is; the first that fits.
@@ -36,7 +36,7 @@ _FOLDERS = {
 
 
 def instead(path: Path, manifest: str) -> str:
-    """What is at a path that has no manifest, and what to do with it, as sentences."""
+    """Sentences on the content of a path without a manifest, and on how to read it."""
     try:
         if path.is_dir():
             return _folder(path, manifest)

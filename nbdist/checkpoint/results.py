@@ -15,7 +15,7 @@ class SaveStarted:
 
     Attributes:
         models, optimizers: Their names.
-        copied_bytes: That this rank, or all ranks, write: copied to the memory of their hosts.
+        copied_bytes: Bytes that this rank, or all ranks, copied to their hosts' memory to write.
         notes: What is not saved, a sentence each.
         stall_s: How long training was paused for that; of the slowest rank.
     """
@@ -33,7 +33,7 @@ class Saved:
     """A checkpoint that is in its place.
 
     Attributes:
-        size_bytes: Of all files but the manifest.
+        size_bytes: The size of all files but the manifest.
         files, tensors: How many files, and names of tensors, it has.
         step: How many steps were made before it.
         elapsed_s: From the beginning to the last rename.
@@ -76,8 +76,8 @@ class Loaded:
         models, optimizers: Their names here.
         saved_as, loaded_as: The strategy then and now.
         saved_size: How many ranks have saved it.
-        read_bytes: By this rank: its parts.
-        notes: What differs from how it was saved, a sentence each.
+        read_bytes: The bytes of this rank's parts.
+        notes: Differences from the saved state, a sentence each.
     """
 
     path: str

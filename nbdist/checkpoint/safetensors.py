@@ -14,7 +14,7 @@ from nbdist.errors import CheckpointError
 FILE = "model.safetensors"
 SUFFIX = ".safetensors"
 CONFIG = "config.json"
-# As PEFT names them.
+# PEFT's names of the files.
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -27,7 +27,7 @@ DTYPES: dict[str, tuple[str, int]] = {
     "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }  # fmt: skip
-# What the header's end and so every tensor's begin is a multiple of.
+# The header's end, and so every tensor's begin, is a multiple of this.
 _ALIGNMENT = 8
 
 
@@ -40,7 +40,7 @@ class ExportedWeights:
         tied: Further names of tensors, of which only the first is in the file.
         left_out: Names in the module's state that are not tensors.
         configs: Files beside it that say how to make the model.
-        notes: Whose values are in it where ranks differ, a sentence each.
+        notes: A sentence on whose values are in it, for each tensor that differs between ranks.
         elapsed_s: Until it had been read back and compared.
     """
 

@@ -1,4 +1,4 @@
-"""What was saved, loaded and exported, as lines of text."""
+"""Reports of saves, loads and exports, as lines of text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMPARED = (
 
 
 def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
-    """What %dist_save prints; `before` is what became of an earlier save beside training."""
+    """The output of %dist_save; `before` is the outcome of an earlier save beside training."""
     if isinstance(done, Saved):
         took = f"{units.size(done.size_bytes)} in {units.seconds(done.elapsed_s)}"
         files = f"{done.files} files of {ranks(done.strategy.world_size)}"
@@ -54,7 +54,7 @@ def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
 
 
 def loaded_view(done: Loaded, before: Sequence[str] = ()) -> View:
-    """What %dist_load prints; `before` as in `saved`."""
+    """The output of %dist_load; `before` as in `saved_view`."""
     now, then = described(done.loaded_as), described(done.saved_as)
     was = "" if now == then else f", saved under {then}"
     took = f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)}"

@@ -38,7 +38,7 @@ class BusyRanks:
             del self._ranks.cells[rank]
 
     def interrupt_late(self, rank: int, cell: RunningCell) -> None:
-        """Interrupt a rank that begins a cell only now that nobody waits for it any more."""
+        """Interrupt a rank that begins a cell only now that the notebook has stopped waiting."""
 
         def due() -> None:
             if rank in self.ranks_of(cell):
@@ -96,7 +96,7 @@ class BusyRanks:
         return ended
 
     def _release_given_back(self) -> None:
-        """Break off collectives of cells that nobody waits for any more: they were interrupted."""
+        """Break off collectives of interrupted cells that the notebook no longer waits for."""
         for rank, (cell, _) in list(self._ranks.cells.items()):
             log = self._health.log(rank)
             if cell.is_over and log is not None and log.run == cell.run_id and log.waiting:

@@ -1,4 +1,4 @@
-"""What a cell that has ended comes to: its result, or the one error that tells what happened."""
+"""The outcome of an ended cell: its result, or the one error that says what happened."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from nbdist.hang.records import SourceLine
 from nbdist.hang.text import place_text
 
 UNTOUCHED = RecoveryOutcome()
-# What the user presses to interrupt a cell, and a program of `nbdist run`.
+# The interrupt of a cell in the user's words, and of a program of `nbdist run`.
 STOP = {False: "the stop button", True: "Ctrl-C"}
 INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
-# So many different places of interrupted ranks are told; what is left over in one line.
+# The number of different places of interrupted ranks that are listed; one line has the rest.
 MOST_PLACES = 8
 
-# As IPython begins a frame, `Cell In[4], line 3, in step(x)` or `File ~/train.py:12, in main()`,
-# and as it marks the line that was running.
+# IPython's first line of a frame, `Cell In[4], line 3, in step(x)` or `File ~/train.py:12, in
+# main()`, and its mark of the line that was running.
 _FRAME = re.compile(
     r"\s*(?:Cell In\[(?P<cell>\d+)\], line (?P<line>\d+)|File (?P<file>.+?):(?P<at>\d+)(?:,|$))",
     re.MULTILINE,
 )
-# Of these IPython shows the cell's first line in place of their own (9.18, in a kernel).
+# For these frames IPython shows the cell's first line in place of theirs (9.18, in a kernel).
 _COMPREHENSION = re.compile(r".*, in .*<(?:\w+comp|genexpr)>")
 _RUNNING = re.compile(r"^-+> *\d+ (.*)$", re.MULTILINE)
 
@@ -83,7 +83,7 @@ def unresponsive_message(
     can_replace: bool,
     is_program: bool = False,
 ) -> str:
-    """Who does not take an interrupt, why and where, and what the next press does."""
+    """Say which ranks take no interrupt, why and where, and what the next press does."""
     halted = [rank for rank in ranks if rank in stopped]
     running = [rank for rank in ranks if rank not in stopped]
     where = "; ".join(f"rank {r}: {places[r]}" for r in running if places.get(r))
@@ -114,7 +114,7 @@ def still_aborting_message(
 ) -> tuple[str, ...]:
     """Which ranks have not come back although all collectives were aborted, as lines.
 
-    Who does not wait inside a collective computes, never was in it or has left it. After an
+    A rank that waits in no collective computes, never was in it or has left it. After an
     interrupt such a rank gets no line here: `unresponsive_message` names it, and the notebook is
     given back by itself. Where outputs are stored none is named: on a busy machine there are more.
     """
@@ -138,14 +138,14 @@ def still_aborting_message(
 
 @dataclass(frozen=True, slots=True)
 class CellOutcome:
-    """How a cell ended, as far as its ranks' results do not tell.
+    """How a cell ended, as far as its ranks' results do not show it.
 
     Attributes:
         lost: Why nothing more can be heard from the ranks, and what to do; or "".
         is_interrupted: The user, or a timeout, interrupted it.
-        aborted: Who waited for whom when the collectives were aborted; empty if they were not.
-        is_deadlock: They were aborted because they could not end.
-        grace_s: How long after that was told.
+        aborted: Lines on who waited for whom when collectives were aborted; empty if none were.
+        is_deadlock: The collectives were aborted because they could not end.
+        grace_s: The time between the report of the deadlock and the abort.
         replaced: Ranks in C code that the user gave up on.
         stopped: Ranks whose process a signal has stopped.
         is_program: The ranks end with it: nothing is said of what they have.

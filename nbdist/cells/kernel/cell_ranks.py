@@ -23,11 +23,11 @@ class CellRanks(Ranks):
     """Ranks, with what one cell on them needs.
 
     Attributes:
-        grace_s: A certain deadlock is aborted this long after it was told.
+        grace_s: A certain deadlock is aborted this long after its report.
         has_name: Whether the notebook itself has a variable of a name, for hints; None where there
             is no notebook.
-        hooks: What features do with each cell, in this order.
-        is_leaving: Of ranks that are kept, whether the kernel is about to end; None of others.
+        hooks: Work of features with each cell, in this order.
+        is_leaving: Whether the kernel of kept ranks is about to end; None for other ranks.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CellRanks(Ranks):
         self.release = self.maintenance.release
 
     def watchdog(self, began_s: float, *, is_quiet: bool) -> Watchdog:
-        """What watches a cell of these ranks."""
+        """Make the watchdog of a cell of these ranks."""
         return Watchdog(self.health, began_s, self.grace_s, is_quiet=is_quiet)
 
     def rank_states(self) -> dict[int, tuple[str, str]]:

@@ -18,7 +18,7 @@ class Sink(Protocol):
         """Show these events, in order."""
 
     def close(self, result: CellResult) -> None:
-        """Show what is left; nothing is drawn after it."""
+        """Show the remaining output; nothing is drawn after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class CellRequest:
 
 
 class CellHook:
-    """What a feature does with each cell that ranks run; by itself, nothing."""
+    """The work of a feature with each cell that ranks run; this class does nothing."""
 
     def before(self, metadata: dict[str, Any]) -> Iterable[str]:
-        """Lines to be told above the output of a cell that is about to be sent.
+        """Lines to show above the output of a cell that is about to be sent.
 
         The metadata goes along with it, and may be added to.
         """
@@ -60,21 +60,21 @@ class CellHook:
         return False
 
     def during(self, run_id: int) -> Iterable[str]:
-        """Lines to be told among the output, after a message that was for this feature."""
+        """Lines to show among the output, after a message that was for this feature."""
         return ()
 
     def after(self, run_id: int, *, is_ok: bool) -> Iterable[str]:
-        """Lines to be told below the output of a cell that has ended, well or not."""
+        """Lines to show below the output of a cell that has ended, well or not."""
         return ()
 
     def advice(self, failure: RankFailure) -> str:
-        """What to do about a failure, as lines of text; empty if nothing is known."""
+        """Lines of advice on a failure; empty if there is none."""
         return ""
 
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank has done with a cell so far; the status is empty until it has ended."""
+    """A rank's progress with a cell; the status is empty until the cell has ended there."""
 
     status: str = ""
     elapsed_s: float = 0.0
@@ -97,7 +97,7 @@ VIEWED = {
 
 
 def failure_in(rank: int, state: RankState, feed: OutputReducer) -> RankFailure:
-    """What the rank displayed as its error, or what its reply says where it displayed none."""
+    """The error that the rank displayed, or that of its reply where it displayed none."""
     displayed = feed.failure(rank)
     if displayed is not None:
         return displayed
@@ -108,7 +108,7 @@ def failure_in(rank: int, state: RankState, feed: OutputReducer) -> RankFailure:
 def result_of(
     rank: int, state: RankState, feed: OutputReducer, death: Callable[[int], str]
 ) -> RankResult:
-    """What one rank did with its cell, once that has ended; `death` says how a process ended."""
+    """A rank's result once its cell has ended; `death` says how a process ended."""
     failure = None
     if state.status == "died":
         failure = RankFailure(rank, "RankDied", death(rank))

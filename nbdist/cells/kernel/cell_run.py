@@ -30,15 +30,15 @@ from nbdist.core import failures as failing
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.rpc.kernel.channel import Message, failure_of
 
-# The hub tells of a dead engine a little after its launcher; its last output comes between.
+# The hub reports a dead engine a little after its launcher; its last output comes between.
 LAST_WORDS_S = 1.0
-# A rank that has failed is told of when others still run after this long, unless it is told
-# before that who waits for it.
+# A failed rank is reported when others still run after this long, unless a report on who
+# waits for it comes before.
 TELL_S = 2.0
 # Jupyter's request to shut down follows its interrupt within milliseconds.
 LEAVING_S = 0.25
 GO_ON = "The ranks are kept and go on with it; %dist_attach in a new kernel brings both back."
-# What many ranks write and reply may wait so long for more, until the last one has replied: each
+# Output and replies of many ranks may wait this long for more, until the last has replied: each
 # waking of the thread that waits takes the interpreter's lock from the one that receives.
 TOGETHER_S = 0.01
 LONGEST_PAUSE_S = 3600.0
@@ -102,7 +102,7 @@ class CellRun:
         self._put(feed, TOGETHER_S)
 
     def _is_output(self, rank: int, message: Message) -> bool:
-        """Whether a message is to be shown; what else it tells is noted."""
+        """Whether a message is to be shown; its other contents are noted."""
         for hook in self._ranks.hooks:
             if hook.message(self.run_id, rank, message):
                 self._put(functools.partial(self._tell_during, hook), TOGETHER_S)
@@ -115,11 +115,11 @@ class CellRun:
             if self._escalation.has_begun:  # an interrupt waits for this
                 self._put(lambda: None)
             return False
-        # Of the status the reply tells as well: no reason to wake anybody.
+        # The reply has the status as well: the waiting thread need not wake up.
         return bool(kind != "status")
 
     def done(self, rank: int, reply: Any, ended_s: float | None = None) -> None:
-        """The rank's reply, after all its output; it may have come while nobody listened."""
+        """Note the rank's reply, after all its output; it may have come before an attach."""
         at_s = time.monotonic() if ended_s is None else ended_s
         self._unheard.discard(rank)
         within_s = TOGETHER_S if self._unheard else 0.0
@@ -176,16 +176,16 @@ class CellRun:
         return tuple(rank for rank, state in self._states.items() if not state.status)
 
     def step(self, now_s: float) -> float | None:
-        """Take in what has arrived and draw what is due.
+        """Process messages that have arrived and draw the output that is due.
 
         Returns:
-            How long nothing more can happen unless something arrives, in seconds; None when
+            Seconds in which nothing happens unless a message arrives; None when
             the cell has ended and the ranks' groups are in step.
         """
         self._now_s = now_s
         while self._received:
             self._received.popleft()()
-        # What is there now and no more: ranks that never stop writing must not keep this
+        # Only the items that are there now: ranks that never stop writing must not keep this
         # from drawing, or from the deadlines.
         for _ in range(self._inbox.qsize()):
             self._inbox.get_nowait()()
@@ -207,9 +207,9 @@ class CellRun:
             self._received.append(self._inbox.get(timeout=pause_s))
 
     def close(self) -> None:
-        """Take nothing in any more: what the ranks still send is dropped.
+        """Accept no more messages: later ones of the ranks are dropped.
 
-        Ranks that still run are interrupted: drawing has failed, and nobody hears them.
+        Ranks that still run are interrupted: drawing has failed, and their output is lost.
         """
         self.is_over = True
         self.on_item = lambda _within_s: None
@@ -266,7 +266,7 @@ class CellRun:
         return result
 
     def _afterwards(self) -> tuple[str, ...]:
-        """What the ranks' calls and groups came to, and what features have noted."""
+        """Lines on the ranks' calls and groups, and the notes of features."""
         is_ok = self._is_whole and not self._hang.unmatched
         noted = [line for h in self._ranks.hooks for line in h.after(self.run_id, is_ok=is_ok)]
         if self._hang.outcome is not None:
@@ -402,7 +402,7 @@ class CellRun:
         )
 
     def _rank_states(self) -> dict[int, tuple[str, str]]:
-        """What every rank does, as the diagnosis calls it."""
+        """The state of every rank, in the diagnosis's words."""
         states = self._ranks.rank_states()
         for rank, state in self._states.items():
             failure = self._reducer.failure(rank)
@@ -410,7 +410,7 @@ class CellRun:
         return states
 
     def _tell_s(self, rank: int) -> float:
-        """When to tell of a rank's failure; never after an interrupt, or for stored outputs."""
+        """When to report a rank's failure; never after an interrupt, or for stored outputs."""
         state = self._states[rank]
         is_due = state.status == "error" and not state.is_told
         if not is_due or self.request.is_patient or self._escalation.has_begun:

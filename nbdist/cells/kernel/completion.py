@@ -15,8 +15,8 @@ from nbdist.rpc.kernel.functions import RankFunction
 
 T = TypeVar("T")
 
-# A frontend shows nothing meanwhile, and the kernel's loop goes on. Whoever types on waits less
-# long than whoever has asked what a name is.
+# A frontend shows nothing meanwhile, and the kernel's loop goes on. A user who types on waits
+# less long than one who has asked what a name is.
 COMPLETE_S = 0.6
 INSPECT_S = 2.0
 
@@ -105,7 +105,7 @@ async def _within(deadline_s: float, ask: Callable[[], Future[T] | None]) -> T |
         if future is None:
             return None
         answer = asyncio.wrap_future(future)
-        # A late error is nobody's.
+        # A late error is read here: no caller waits for it, and asyncio would log it.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         # Not wait_for: it would cancel the future, which is the channel's to settle.
         await asyncio.wait({answer}, timeout=deadline_s)

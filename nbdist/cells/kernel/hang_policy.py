@@ -1,4 +1,4 @@
-"""What is done about a cell whose ranks wait in vain: report, abort, recovery of the groups."""
+"""The measures for a cell whose ranks wait in vain: report, abort, recovery of the groups."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class HangPolicy:
 
     @property
     def outcome(self) -> RecoveryOutcome | None:
-        """What became of the groups; None where nothing had to be done, or not yet."""
+        """The outcome of the groups' recovery; None where there was none, or not yet."""
         return None if self._recovery is None else self._recovery.outcome
 
     @property
@@ -109,7 +109,7 @@ class HangPolicy:
         return lines + self._unresponsive(now_s, missing) + self._still_aborting(now_s, missing)
 
     def _unresponsive(self, now_s: float, missing: Collection[int]) -> list[str]:
-        """Name ranks that take no interrupt. Those that were aborted are about to come back."""
+        """Name ranks that take no interrupt. Ranks that were aborted are about to come back."""
         watchdog = self._watchdog
         stuck = sorted({*missing} - {*watchdog.waiting} - self.aborted_ranks)
         if not stuck or now_s < self._escalation.warn_s:
@@ -174,7 +174,7 @@ class HangPolicy:
         """Compare the groups of ranks that have all ended, and recreate those out of step.
 
         Args:
-            now_s: By the monotonic clock.
+            now_s: The time of the monotonic clock.
             is_broken: A rank has died, or failed because another one did.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What an interrupt leads to, and when: SIGINT, abort, giving the notebook back."""
+"""The steps after an interrupt, and their times: SIGINT, abort, giving the notebook back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ GIVE_BACK_AGAIN_S = 0.5
 ABORT_S = 1.0
 # Ranks that are still in other C code then are named, with what another press does.
 WARN_S = 1.5
-# What an abort takes at most until all ranks are back and their groups made anew.
+# The longest time of an abort until all ranks are back and their groups made anew.
 ABORTED_S = 2.0
-# A rank tells that its cell begins this long before it takes interrupts (at most).
+# A rank reports its cell's begin at most this long before it takes interrupts.
 BEGIN_S = 0.1
 # Between two interrupts of a rank: the second would hit what the first one made it clean up.
 SIGINT_AGAIN_S = 0.5
@@ -68,12 +68,12 @@ class InterruptEscalation:
         self._aborted_s = now_s
 
     def warned(self, now_s: float) -> None:
-        """The user has been told what the next press does."""
+        """Note that a line has said what the next press does."""
         self._warned_s = min(self._warned_s, now_s)
 
     @property
     def is_warned(self) -> bool:
-        """Whether the user has been told what the next press does."""
+        """Whether a line has said what the next press does."""
         return self._warned_s < NEVER_S
 
     def sigint_s(self, begun_s: float | None, sent_s: float | None = None) -> float:

@@ -1,6 +1,6 @@
 """The cell that kept ranks went on with while no notebook held them, read from their journals.
 
-A journal has all of a cell from its beginning, so what is shown after an attach comes from there
+A journal has all of a cell from its beginning, so the output after an attach comes from there
 alone until the cell has ended: nothing is missing, and nothing comes twice.
 """
 
@@ -26,7 +26,7 @@ from nbdist.hang.kernel.health import Health
 from nbdist.rpc.kernel.functions import RankFunction
 
 POLL_S = 0.03
-# Of each rank at a time, so that the first lines of a long output do not wait for the last.
+# Bytes of a rank at a time: the first lines of a long output do not wait for the last.
 PIECE_BYTES = 1 << 18
 ANSWER_S = 10.0
 # The number of the newest cell whose end a notebook has shown.
@@ -55,7 +55,7 @@ class Journals:
         self._folder = ranks.cluster.run_dir / journal.FOLDER
 
     def note_shown(self, run: int) -> None:
-        """Note that a notebook has shown a cell to its end: whoever attaches does not see it."""
+        """Note that a notebook has shown a cell to its end: it is not shown after an attach."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, exist_ok=True)
             # In place: a file that is made anew would be written to the disk first.
@@ -94,7 +94,7 @@ class Journals:
         return reader
 
     def _stand_ins(self, ranks: Sequence[int]) -> list[CellHead]:
-        """What call logs know of the cells of ranks whose journals do not tell theirs."""
+        """Cells from the call logs of ranks whose journals do not have theirs."""
         members: dict[int, tuple[int, ...]] = {}
         for rank in ranks:
             log = self._health.log(rank)
@@ -104,7 +104,7 @@ class Journals:
         return [CellHead(run, None, "", by, now_s, 0) for run, by in members.items()]
 
     def _piece(self, rank: int, run: int, offset: int) -> bytes | None:
-        """What a rank's journal of a cell (0: the newest) has from here; None without one."""
+        """A piece of a rank's journal of a cell (0: the newest), from an offset; None without."""
         with contextlib.suppress(OSError), (self._folder / str(rank)).open("rb") as file:
             file.seek(offset)
             return file.read(PIECE_BYTES)

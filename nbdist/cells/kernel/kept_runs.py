@@ -31,8 +31,8 @@ def look(those: Iterable[Run]) -> tuple[KeptRun, ...]:
 def journals(folder: Path) -> dict[int, Path]:
     """Rank -> its journal, where this machine sees it.
 
-    Of agents' ranks it is in the agent's folder, which is beside the run's where its host is this
-    machine.
+    The journal of an agent's rank is in the agent's folder, which is beside the run's if its host
+    is this machine.
     """
     places = [folder, *map(Path, guardian.agents_folders(str(folder)))]
     paths = [path for place in places for path in (place / journal.FOLDER).glob("*")]

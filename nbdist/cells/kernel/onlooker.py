@@ -1,4 +1,4 @@
-"""The cells of a kept run for somebody who only looks on: read from journals, no rank is asked.
+"""The cells of a kept run for a user who only looks on: read from journals, no rank is asked.
 
 It never holds the run and never interrupts: it works beside the notebook that does.
 """
@@ -44,9 +44,9 @@ def is_living(run: Run) -> bool:
 def show(
     run: Run, head: CellHead, sink: Sink, *, shows_all: bool, follows: bool
 ) -> tuple[RankFailure, ...]:
-    """Draw a cell, to its end if that is to be followed; how it has failed.
+    """Draw a cell, to its end if it `follows`; return the ranks' failures.
 
-    Of what was said before this call it draws all, or the last SHOWN_LINES lines.
+    It draws all earlier output of the cell, or the last SHOWN_LINES lines of it.
     """
     cell = _ShownCell(head, sink, shows_all=shows_all)
     has_pids, began_s = is_here(run), time.monotonic()
@@ -84,9 +84,9 @@ class _JournalFile(JournalReader):
         return messages
 
     def is_cut_off(self, *, has_pids: bool) -> bool:
-        """Whether its process was killed in the cell, or its file removed, when last asked too.
+        """Whether the process was killed in the cell, or its file removed, now and a call ago.
 
-        What it had still written by then has been read between the two.
+        Its last output has been read between the two calls.
         """
         assert self.head is not None
         has_process = not has_pids or host.started(self.head.pid) is not None
@@ -107,7 +107,7 @@ class _ShownCell:
         self._unopened = set(head.ranks)
         self._reducer = OutputReducer(head.ranks)
         self._ended: set[int] = set()
-        # What was said before is drawn once all of it was read.
+        # Earlier output is drawn once all of it was read.
         self._earlier: deque[Event] | None = None if shows_all else deque(maxlen=SHOWN_LINES)
         self._bars: dict[str, Bar] = {}
         self._count = 0
@@ -161,7 +161,7 @@ class _ShownCell:
                 self._count += 1
 
     def catch_up(self) -> None:
-        """Draw the end of what was said before; from now on all."""
+        """Draw the end of the earlier output; from now on all is drawn."""
         if self._earlier is None:
             return
         earlier, self._earlier = self._earlier, None
@@ -171,7 +171,7 @@ class _ShownCell:
         self._sink.draw([*earlier, *self._bars.values()])
 
     def tell_unseen(self, hosts: tuple[str, ...]) -> None:
-        """Say of which ranks nothing is seen here, once."""
+        """Name the ranks whose journals are not on this machine, once."""
         unseen = {rank: hosts[rank] for rank in sorted(self._unopened) if rank < len(hosts)}
         for rank in self._unopened:  # the others' lines do not wait for it
             self._reducer.end(rank, time.monotonic())

@@ -1,6 +1,6 @@
-"""What takes long in this notebook now, and how far it is, for whoever shows it.
+"""Work that takes long in this notebook now, and its progress, for those who show it.
 
-core.progress says how work reports. What ends within SHOW_S is told to nobody.
+core.progress says how work reports. Work that ends within SHOW_S is not shown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ newest_of_rank: RankFunction[[], Progress | None] = RankFunction("progress")
 
 
 class Tell(Protocol):
-    """Takes what is done now."""
+    """Takes the progress of the work."""
 
     def __call__(self, what: str, done: float = 0.0, total: float = 0.0, unit: str = "") -> None:
         """Say how far the work is; the arguments are those of Progress."""
@@ -41,14 +41,14 @@ _last_told: Progress | None = None
 
 
 class _Work:
-    """One thing that may take long, and the thread that tells of it."""
+    """Work that may take long, and the thread that reports it."""
 
     def __init__(self, name: str, ask: Callable[[], Progress | None], period_s: float):
         self._newest = Progress(name, "", phase=1)
         self._ask = ask
         self._period_s = period_s
         self.ended = threading.Event()
-        # What is displayed elsewhere than in the main thread belongs to its cell all the same.
+        # Output displayed in another thread than the main one belongs to its cell all the same.
         self._context = contextvars.copy_context()
 
     def tell(self, what: str, done: float = 0.0, total: float = 0.0, unit: str = "") -> None:
@@ -80,9 +80,9 @@ def during(
     ask: Callable[[], Progress | None] = lambda: None,
     period_s: float = PERIOD_S,
 ) -> Iterator[Tell]:
-    """Tell of what is done inside, such as a "plan", if it takes longer than SHOW_S.
+    """Report the work done inside, such as a "plan", if it takes longer than SHOW_S.
 
-    How far it is is asked in another thread; None stands for what was told last.
+    `ask` is called in another thread for the progress; None stands for the last report.
     """
     work = _Work(name, ask, period_s)
     with _lock:
@@ -102,15 +102,15 @@ def during(
 def of_ranks(
     ranks: Ranks, name: str, chosen: Sequence[int] | None = None, period_s: float = PERIOD_S
 ) -> AbstractContextManager[Tell]:
-    """The same of what ranks do: their control threads are asked, which meet nobody.
+    """Report work of ranks likewise: their control threads are asked, which wait for no rank.
 
-    What the notebook tells itself counts where no rank reports.
+    The notebook's reports count where no rank reports.
     """
     return during(name, _Newest(ranks, chosen), period_s)
 
 
 class _Newest:
-    """The newest records of ranks; a rank that does not answer keeps nobody waiting."""
+    """The newest records of ranks; a rank that does not answer does not delay the others."""
 
     def __init__(self, ranks: Ranks, chosen: Sequence[int] | None):
         self._ranks = ranks

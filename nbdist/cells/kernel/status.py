@@ -1,4 +1,4 @@
-"""What every rank does at one moment: for %dist_status."""
+"""The state of every rank at one moment: for %dist_status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ python_stacks: RankFunction[[], str] = RankFunction("stacks")
 
 
 def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Status:
-    """What every rank does now, within DEADLINE_S. A busy rank's cell is not disturbed.
+    """Ask what every rank does now, within DEADLINE_S. A busy rank's cell is not disturbed.
 
     If wanted with every rank's Python stacks, also of ranks blocked in C++.
     """
@@ -35,7 +35,7 @@ def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Statu
     situations = {
         rank: situation(ranks, health, rank, views.get(rank), stopped) for rank in ranks.ranks
     }
-    # Of the control thread: an idle rank may be importing what cells use later.
+    # The control thread answers: an idle rank may be importing modules that cells use later.
     memory_futures = {
         rank: ranks.ask(memory_bytes, rank) for rank in views if situations[rank][0] == "idle"
     }

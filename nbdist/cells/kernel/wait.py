@@ -25,7 +25,7 @@ def wait(begin: Callable[[], CellRun]) -> CellResult:
 async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
     """Begin a cell and run it to the end without blocking the event loop.
 
-    What arrives wakes the loop, an interrupt too, so there is no polling.
+    Messages wake the loop, an interrupt too, so there is no polling.
     """
     loop = asyncio.get_running_loop()
     has_item = asyncio.Event()

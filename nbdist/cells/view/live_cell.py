@@ -17,11 +17,11 @@ from nbdist.cells.view.output_file import OutputFile
 from nbdist.cells.view.tabs import tabs
 from nbdist.core.units import shown
 
-# What nbdist itself tells goes where no reader takes it for an error.
+# nbdist's own lines go where no reader takes them for an error.
 _NOTED = "stdout"
-# tqdm redraws ten times a second; more often nobody can read.
+# tqdm redraws ten times a second; a person cannot read more.
 BAR_PAUSE_S = 0.1
-# Of an unfinished line, which may be of any length until it is one.
+# The shown part of an unfinished line, which may have any length.
 SHOWN_BAR_CHARACTERS = 1_000
 
 
@@ -39,8 +39,8 @@ class LiveCell:
     ):
         """Draw into the running cell, or for a program that is not clipped, into the terminal.
 
-        The path for everything is asked for once there are too many lines. `on_bar` is told of the
-        progress bar that is drawn, and of its end by "".
+        The path for everything is asked for once there are too many lines. `on_bar` is called with
+        the progress bar that is drawn, and at its end with "".
         """
         self._output_file = output_file
         self._has_tabs = has_tabs
@@ -80,7 +80,7 @@ class LiveCell:
                 self._file.flush()  # its path has been told: it can be read while the cell runs
 
     def _clipped(self, lines: Line) -> list[Line]:
-        """What of these lines is to be shown at once."""
+        """The part of these lines that is shown at once."""
         if not self._is_clipped:
             return [lines]
         first, rest = self._clip.first(lines.text)
@@ -98,7 +98,7 @@ class LiveCell:
         return visible
 
     def close(self, result: CellResult) -> None:
-        """Show what was kept back: the last lines, and the tabs."""
+        """Show the output that was held back: the last lines, and the tabs."""
         with self._lock:
             self._is_closed, self._note = True, ""
             self._erase_bar()

@@ -32,7 +32,7 @@ class OutputFile:
             self._try(self._file.flush)
 
     def close(self, *, is_needed: bool) -> None:
-        """Close it, and remove it where nobody was told of it."""
+        """Close the file, and remove it where no line has named it."""
         if self._file is not None:
             self._try(self._file.close)
         if not is_needed:

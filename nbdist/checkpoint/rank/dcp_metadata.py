@@ -31,8 +31,8 @@ def _memory_format(kind: Any, name: Any) -> Any:
     return formats[name]
 
 
-# All that torch's writer puts into it (torch 2.11 to 2.13); none of them does anything when it is
-# made. Two are private to torch: without them such a file cannot be read at all.
+# All classes that torch's writer puts into it (torch 2.11 to 2.13); making one has no side
+# effects. Two are private to torch: without them such a file cannot be read at all.
 _CLASSES: Mapping[tuple[str, str], Any] = {
     **{
         (f"{_DCP}.metadata", name): getattr(metadata, name, None)

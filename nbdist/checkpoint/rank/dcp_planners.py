@@ -1,7 +1,7 @@
-"""What torch's own writer and reader of checkpoints (DCP) are asked for: boxes of tensors.
+"""Plans for torch's own writer and reader of checkpoints (DCP): boxes of tensors.
 
 torch plans for tensors and DTensors. Packed layers, pipeline stages and states that one rank has
-are neither, so plans are made of `checkpoint.chunks`. What comes out is an ordinary DCP checkpoint.
+are neither, so plans are made of `checkpoint.chunks`. The result is an ordinary DCP checkpoint.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ChunkSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Nothing: the constructor has what is saved."""
+        """Do nothing: the constructor has the contents."""
 
     def create_local_plan(self) -> SavePlan:
         """One write item for each box that this rank writes."""
@@ -125,11 +125,11 @@ class ChunkLoadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take in what was saved."""
+        """Note the metadata of the saved checkpoint."""
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads; each element of its boxes once, where the saved ones are whole."""
+        """Plan the rank's reads: each element of its boxes once, if the saved ones are whole."""
         assert self._metadata is not None
         items = []
         for name, (_, chunks) in self._wanted.items():
@@ -179,7 +179,7 @@ def _box(chunk: Chunk) -> ChunkStorageMetadata:
 
 
 def _common(name: str, saved: ChunkStorageMetadata, chunk: Chunk) -> ReadItem | None:
-    """What a saved box and one of this rank's have in common."""
+    """The intersection of a saved box and one of this rank's."""
     begin = [max(a, b) for a, b in zip(saved.offsets, chunk.offsets, strict=True)]
     ends = zip(saved.offsets, saved.sizes, chunk.offsets, chunk.sizes, strict=True)
     end = [min(a + m, b + n) for a, m, b, n in ends]

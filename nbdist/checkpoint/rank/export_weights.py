@@ -69,7 +69,7 @@ class _Source:
     """A model whose weights are asked for, as this rank sees it.
 
     Attributes:
-        base: The module that the file is of.
+        base: The module whose weights go into the file.
         names: Of what is in its state: name -> the first name of that tensor; None of no tensor.
         values: Gives whole tensors on rank 0, by names in the state. Collective: every rank.
         like: Gives shape and dtype of a whole tensor, by first name.
@@ -119,12 +119,12 @@ def export_weights(
 
     Args:
         name: A variable that is a model, or a path from one; empty for the only one.
-        path: As for `export_model`.
+        path: The same as for `export_model`.
         is_merged: As for `export_model`.
         adapter: As for `export_model`.
 
     Returns:
-        What was written; the same on every rank.
+        The record of the written file; the same on every rank.
 
     Raises:
         OptionError: There is no such model, or there are several; lists them.
@@ -146,7 +146,7 @@ def export_model(
     it was read back and every value is the model's.
 
     Args:
-        model: What `prepare` returned, the user's module, or one that no strategy knows.
+        model: A model that `prepare` returned, the user's module, or one that no strategy knows.
         path: Absolute. A file that ends in .safetensors, or the folder of a `model.safetensors`;
             of an `adapter_model.safetensors` for a model with adapters of PEFT.
         is_merged: Write the base model of these, with the adapter merged into its weights.

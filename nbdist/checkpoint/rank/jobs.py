@@ -91,7 +91,7 @@ class SaveJob:
 
 
 _jobs: dict[str, SaveJob] = {}
-# What the thread is to do: one for all saves, as a new one begins after milliseconds.
+# Work of the thread: one thread for all saves, as a new one begins after milliseconds.
 _todo: SimpleQueue[tuple[SaveJob, Callable[[], None]]] = SimpleQueue()
 
 

@@ -37,9 +37,9 @@ class CheckpointModel:
     """A prepared model with the local tensors of this rank.
 
     Attributes:
-        name: Of a variable that holds it.
-        names: First name -> all names, of those that are saved: not of passing buffers.
-        dtypes: By first name.
+        name: The name of a variable that holds it.
+        names: First name -> all names, of saved tensors: not of non-persistent buffers.
+        dtypes: Types by first name.
         local: This rank's local parts, by first name.
     """
 
@@ -75,11 +75,11 @@ class PreparedOptimizer:
     """A prepared optimizer with its state and its parameters' names.
 
     Attributes:
-        name: Of a variable that holds it or its wrapper.
-        stepper: It, its parameters and what it remembers.
+        name: The name of a variable that holds it or its wrapper.
+        stepper: The optimizer, its parameters and its state.
         labels: Unique name of a parameter -> as it is in the checkpoint: MODEL.FIRST.
         others: How many of its parameters belong to no prepared model.
-        whole: All that it remembers, under FSDP1, which has no layouts; by unique names.
+        whole: The whole state, under FSDP1, which has no layouts; by unique names.
     """
 
     name: str
@@ -95,7 +95,7 @@ class PreparedOptimizer:
 
     @property
     def agreed(self) -> MergedState:
-        """What all ranks together remember; not under FSDP1."""
+        """The optimizer's state on all ranks together; not under FSDP1."""
         assert self.stepper.agreed is not None
         return self.stepper.agreed
 
@@ -135,11 +135,11 @@ class PreparedOptimizer:
 
 @dataclass(slots=True)
 class LiveObjects:
-    """All that is saved of live objects.
+    """The live objects that a checkpoint saves.
 
     Attributes:
         models, optimizers: In the order in which they were prepared.
-        accelerators: Those that were set up, by which schedulers, loaders and scalers are known.
+        accelerators: Accelerators that were set up; they have the schedulers, loaders and scalers.
     """
 
     models: list[CheckpointModel]
@@ -151,8 +151,8 @@ def find(what: str, *, is_adapters: bool = False) -> LiveObjects:
     """Find the models and optimizers of all ranks. Collective: every rank.
 
     Args:
-        what: It is done, for messages: "Saving PATH".
-        is_adapters: Of models take the adapters of PEFT alone.
+        what: The act, for messages: "Saving PATH".
+        is_adapters: Take the adapters of PEFT alone, not whole models.
 
     Raises:
         CheckpointError: No model is prepared, or it cannot be saved in parts.
@@ -230,7 +230,7 @@ def _check(common: list[Prepared]) -> None:
 def variable_names(
     models: list[Prepared], steppers: list[OptimizerHandle], accelerators: list[Any]
 ) -> tuple[list[str], list[str]]:
-    """What a person calls them; each name once."""
+    """The names of variables that hold models, and of those that hold optimizers; each once."""
     wrappers = {
         id(wrapper.optimizer): wrapper
         for accelerator in accelerators

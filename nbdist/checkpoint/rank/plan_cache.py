@@ -1,4 +1,4 @@
-"""What the last save found and agreed on; the next one need not, while nothing of it has changed.
+"""The plan of the last save, which the next one uses again while nothing of it has changed.
 
 Names, layouts, keys and shapes are compared over all ranks, which takes as long as copying a
 gigabyte. They hang on what was prepared, on the strategy, and on what optimizers remember: each
@@ -40,7 +40,7 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class CachedPlan:
-    """What is saved now, found with the last save's plan.
+    """The content of this save, found with the last save's plan.
 
     Attributes:
         live, contents: As `find` and `tensors_of` would give them, but for the numbers of
@@ -59,13 +59,13 @@ class _Plan:
     """A save's, on this rank. It holds none of the objects, nor any of their tensors.
 
     Attributes:
-        objects: As `_objects` gives them.
-        prepared: What each accelerator has prepared, by number.
+        objects: The result of `_objects`.
+        prepared: The objects that each accelerator has prepared, by number.
         models: Name, names of tensors and dtypes of each; as of `CheckpointModel`.
         optimizers: Name, labels and what all ranks remember of each; as of
             `PreparedOptimizer`.
         looks: Type and shape of each of this rank's values.
-        names: Of these values in the checkpoint.
+        names: Names of these values in the checkpoint.
         contents: Without values.
     """
 
@@ -114,7 +114,7 @@ def store(token: str, live: LiveObjects, contents: CheckpointTensors) -> None:
 
 
 def lookup() -> CachedPlan | None:
-    """What is saved now, if it is as the last save found it on this rank. No rank is met."""
+    """Find the content if it is as at the last save on this rank. Without communication."""
     if not _plans:
         return None
     plan = _plans[0]

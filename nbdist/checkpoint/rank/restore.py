@@ -1,4 +1,4 @@
-"""What was read is put into live objects: what each gets, then all of it at once."""
+"""Puts values that were read into live objects: plans each object's first, then sets all."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _OWN_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differen
 
 @dataclass(frozen=True, slots=True)
 class RestoreMatch:
-    """Which live object takes over which saved one.
+    """Pairs of a saved object and the live object that takes it over.
 
     Attributes:
         models, optimizers: (name in the checkpoint, live one).
-        notes: What is taken over differently from how it was saved.
+        notes: Lines on parts that are taken over differently from how they were saved.
     """
 
     live: LiveObjects
@@ -53,10 +53,10 @@ class RestoreMatch:
 
 @dataclass(slots=True)
 class _OptimizerPlan:
-    """What one live optimizer takes over from a checkpoint.
+    """The state that one live optimizer takes over from a checkpoint.
 
     Attributes:
-        agreed: What it will remember.
+        agreed: The optimizer's state afterwards, on all ranks.
         parts: This rank's tensors of it, by label: those that it has, or new ones.
         copies: (tensor that it has, what is copied into it).
         others: Tensors of another shape than their parameters'.
@@ -74,7 +74,7 @@ class _OptimizerPlan:
 
 @dataclass(slots=True)
 class RestorePlan:
-    """What a load changes in the live objects of this rank.
+    """The changes of a load in the live objects of this rank.
 
     Attributes:
         models: (model, values by first name).
@@ -130,7 +130,7 @@ def wanted_placements(
 def plan(
     states: Mapping[str, Any], values: Mapping[str, torch.Tensor], match: RestoreMatch
 ) -> RestorePlan:
-    """What each live object gets. This rank alone; nothing is changed.
+    """Plan the state that each live object gets. This rank alone; nothing is changed.
 
     Raises:
         CheckpointError: Schedulers or the user's objects differ from those that were saved.

@@ -108,7 +108,7 @@ class WeightsFile:
             )
 
     def compare(self, batch: Sequence[SavedTensor], values: Mapping[str, torch.Tensor]) -> None:
-        """What was read back is what the model has, bit by bit.
+        """Check that the values read back are the model's, bit by bit.
 
         Raises:
             CheckpointError: Names the tensor, and how many of its values differ.
@@ -158,7 +158,7 @@ class WeightsFile:
 
 
 def configs_of(base: torch.nn.Module) -> Mapping[str, str]:
-    """What says how to make a model of transformers: files' names -> texts; none for others."""
+    """Config files of a model of transformers: names -> texts; none for other models."""
     config: Any = getattr(base, "config", None)
     if not hasattr(config, "to_json_string") or not hasattr(config, "model_type"):
         return {}

@@ -46,10 +46,10 @@ def begin(path: str, token: str, is_async: bool, is_adapters: bool = False) -> S
 
     Args:
         path: Absolute, in a folder that all ranks see.
-        token: Of this save; new, and the same on all ranks.
-        is_async: Copy what is saved first, so that it may change while it is written. Otherwise
+        token: The name of this save; new, and the same on all ranks.
+        is_async: Copy the content first, so that it may change while it is written. Otherwise
             nothing of it may be changed before `state` says that it is over.
-        is_adapters: Of models save the adapters of PEFT alone.
+        is_adapters: Save the adapters of PEFT alone, not whole models.
 
     Raises:
         CheckpointError: No model is prepared, something cannot be saved, another save is going
@@ -119,7 +119,7 @@ def _agree(what: str, save: RankSave) -> LiveObjects:
 
 @dataclass(frozen=True, slots=True)
 class _RankReport:
-    """What a rank reports to the others.
+    """A rank's report to the others.
 
     Attributes:
         process: Its machine, its pid, and when that process started.
@@ -134,7 +134,7 @@ class _RankReport:
 
 
 def _agree_on_tensors(what: str, live: LiveObjects) -> CheckpointTensors:
-    """What is saved, the same on all ranks. Collective: every rank."""
+    """Agree on the saved tensors, the same on all ranks. Collective: every rank."""
     contents: list[CheckpointTensors] = []
 
     def signature() -> list[tuple[str, tuple[int, ...], str]]:
@@ -195,13 +195,13 @@ _version = functools.cache(version)  # it reads the package's files
 
 
 def _config(model: CheckpointModel) -> Any:
-    """What a model was made with, where it says so as transformers' do; for a person to read."""
+    """The config of a model, where it has one as transformers' do; for a person to read."""
     to_dict = getattr(getattr(model.prepared.base, "config", None), "to_dict", None)
     return json.loads(json.dumps(to_dict(), default=str)) if callable(to_dict) else None
 
 
 def _settings(accelerator: Any) -> dict[str, Any]:
-    """What an Accelerator was made with; for a person to read."""
+    """The arguments of an Accelerator; for a person to read."""
     return {
         "mixed_precision": str(accelerator.mixed_precision),
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
@@ -220,7 +220,7 @@ def _take(save: RankSave, live: LiveObjects, *, is_copied: bool) -> bool:
         _describe(save, live)
     boxes = dict(save.contents.boxes_of(rank()))
     if is_copied:
-        # Also what is on the host already: the optimizer changes it in place.
+        # Tensors on the host are copied too: the optimizer changes them in place.
         save.is_staged = True
         save.boxes = dict(zip(boxes, staging.copies(list(boxes.values())), strict=True))
     else:

@@ -1,4 +1,4 @@
-"""What a rank's thread does once a save has begun: its part is written, read back and compared.
+"""The thread of a rank's save: it writes the rank's part, reads it back and compares it.
 
 No rank is met. Rank 0's waits for the others' word, writes the manifest and renames the folder
 into its place.
@@ -36,18 +36,18 @@ from nbdist.parallel.base.training_state import Generators
 
 @dataclass(slots=True)
 class RankSave:
-    """All that one save needs on this rank.
+    """The state of one save on this rank.
 
     Attributes:
         new: Where it is written, once that is made.
         processes: (machine, pid, when it started) of each rank.
         generators: States of each rank's random generators.
-        began_s: By the monotonic clock.
+        began_s: The save's begin on the monotonic clock.
         boxes: The boxes that this rank writes: copies, or views of what is trained.
         is_staged: Whether they are copies in the memory of `staging`, which is then this save's.
         manifest: All of it but the files; rank 0 has it.
         plain: The other states but the generators'; rank 0 has them.
-        is_adapters: Whether of models only the adapters of PEFT are saved.
+        is_adapters: Whether only the adapters of PEFT are saved, not whole models.
     """
 
     job: SaveJob

@@ -1,4 +1,4 @@
-"""Copies of what is saved beside training, in memory that is kept from one save to the next.
+"""Copies of tensors for saves beside training, in memory that is kept from save to save.
 
 Memory that is new costs more time than the copy itself: the system has to clear each page. What
 is kept is given back for as long as nothing is in it: the system may take it when memory is short.
@@ -28,7 +28,7 @@ _PAGE_BYTES = 1 << 21
 
 @dataclass(slots=True)
 class _Buffer:
-    """What the last save's copies were in.
+    """The memory of the last save's copies.
 
     Attributes:
         memory: None before the first; uint8, larger than what was asked for.
@@ -47,7 +47,7 @@ _buffer = _Buffer()
 def copies(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Contiguous copies on the host, of the boxes' shapes and types, one after another in memory.
 
-    Those of an earlier call are written over: one save at a time.
+    Copies of an earlier call are written over: one save at a time.
     """
     devices = _gpus(boxes)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def copies(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def give_back() -> None:
-    """Let the system have the memory if it needs it. Nobody may look at copies any more."""
+    """Let the system have the memory if it needs it. The copies may not be read any more."""
     if _buffer.memory is not None and not _buffer.is_pinned:
         madvise.advise(_buffer.memory.data_ptr(), _buffer.memory.nbytes, madvise.FREE)
 
@@ -118,7 +118,7 @@ def _register(address: int, size_bytes: int) -> int:
 
 
 def _unregister(address: int) -> None:
-    # An error of it is one that an earlier kernel made, and is told there.
+    # An error here comes from an earlier GPU kernel, and is reported there.
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 

@@ -37,7 +37,7 @@ class CheckpointTensors:
     """The tensors of a checkpoint by their names in it, and which rank writes which box.
 
     Attributes:
-        shapes, dtypes: Of the whole tensors.
+        shapes, dtypes: Shapes and types of the whole tensors.
         paths: Where each stands in the nested dict that torch's converter makes.
         aliases: Further names of the same tensor, of tied weights.
         sides: How each lies, in order.
@@ -108,7 +108,7 @@ def tensors_of(live: LiveObjects) -> CheckpointTensors:
         else:
             _add_parts(contents, optimizer)
     stored = [(name, side, contents.dtypes[name].itemsize) for name, side in contents.sides.items()]
-    # Of buffers every rank may have values of its own: those of one rank belong together.
+    # Every rank may have its own values of buffers: those of one rank belong together.
     buffers = {
         f"{MODEL}.{model.name}.{first}"
         for model in live.models
@@ -120,7 +120,7 @@ def tensors_of(live: LiveObjects) -> CheckpointTensors:
 
 
 def entries_of(optimizer: PreparedOptimizer) -> list[dict[str, Any]]:
-    """All that an optimizer remembers, without elements, as plain data, parameter by parameter."""
+    """The state of an optimizer, without elements, as plain data, parameter by parameter."""
     return [
         {
             "parameter": optimizer.labels[parameter],

@@ -32,7 +32,7 @@ from nbdist.errors import CheckpointError
 _FAILURE_BYTES = 4096
 _PIECE_BYTES = 1 << 22
 _PAUSE_S = 0.02
-# Nobody who writes is silent for so long, but on a disk that does not answer.
+# A rank that writes is silent this long only on a disk that does not answer.
 STALL_S = 300.0
 
 
@@ -216,7 +216,7 @@ def _box(result: WriteResult) -> list[Any]:
     return [name, list(offsets), stored.relative_path, stored.offset, stored.length]
 
 
-# Files by which ranks report to each other.
+# The ranks' reports to each other are files.
 
 
 def reserve(folder: Path, rank: int) -> None:
@@ -242,7 +242,7 @@ def tell_failure(folder: Path, rank: int, text: str) -> None:
 def results(
     folder: Path, world_size: int, meter: Meter, is_gone: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-    """What all ranks have written; waits for their reports.
+    """Wait for the ranks' reports, and return the files that they have written.
 
     `is_gone` says that a rank's process has ended, or nothing.
 
@@ -285,7 +285,7 @@ def _check_progress(
 
 
 def clear(folder: Path, world_size: int) -> None:
-    """Remove the files by which ranks report to each other."""
+    """Remove the files with the ranks' reports to each other."""
     for rank in range(world_size):
         _failure_file(folder, rank).unlink(missing_ok=True)
         _result_file(folder, rank).unlink(missing_ok=True)
