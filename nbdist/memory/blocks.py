@@ -14,7 +14,7 @@ ROUNDING_BYTES = 512
 
 
 def held_bytes(size_bytes: int) -> int:
-    """What a GPU's allocator takes for a block of this size."""
+    """The bytes that a GPU's allocator takes for a block of this size."""
     return -(-size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
 
 
@@ -24,7 +24,7 @@ class Event:
 
     Attributes:
         time_ns: Since the recording began; not below 0.
-        size_bytes: Of an allocation; below 0 of a free.
+        size_bytes: The size of an allocation; below 0 for a free.
         stack, operator: As in Blocks.
     """
 
@@ -44,7 +44,7 @@ class _Rows:
     nowhere: dict[int, list[BlockRow]] = field(default_factory=dict)  # by size
 
     def put(self, row: BlockRow) -> None:
-        """A block begins, and ends what was at its address."""
+        """Begin a block; it ends the one at its address, where that is known."""
         if row.address == NOWHERE:
             self.nowhere.setdefault(row.size_bytes, []).append(row)
         else:
@@ -53,7 +53,7 @@ class _Rows:
         self.rows.append(row)
 
     def free(self, address: int, size_bytes: int, now_ns: int) -> None:
-        """It ends; one that nobody saw begin is taken for a block of its size without address."""
+        """End a block; one of unknown begin is taken for a block of its size without address."""
         if not self.end(address, now_ns) and self.nowhere.get(size_bytes):
             self.nowhere[size_bytes].pop(0).end_ns = now_ns
 
@@ -65,7 +65,7 @@ class _Rows:
         return row is not None
 
     def forget_ended(self, now_ns: int) -> None:
-        """What has ended by now is no block any more."""
+        """Drop the blocks that have ended by now."""
         self.rows = [row for row in self.rows if row.end_ns > now_ns]
         self.open = {place: row for place, row in self.open.items() if row.end_ns > now_ns}
 

@@ -1,4 +1,4 @@
-"""Which lines of a stack tell a person where memory was allocated, and how they are written."""
+"""Chooses the lines of a stack that show where memory was allocated, and writes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from nbdist.memory.snapshot import AllocationFrame
 
-# What no user has written: installed packages, Python's own, what has no file.
+# Code that no user has written: installed packages, Python's own, code without a file.
 _LIBRARY = re.compile(
     r"^<(?!ipython-input|cell)|(?:^|[/\\])(?:site-packages|dist-packages|python3\.\d+|torch)[/\\]"
     r"|[/\\]nbdist[/\\](?:core|engine|parallel|strategy|variables|\w+[/\\]rank)[/\\]"

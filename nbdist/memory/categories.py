@@ -1,4 +1,4 @@
-"""What each block of a history is for: read off its owner, or inferred from when and where.
+"""Finds the purpose of each block: read off its owner, or inferred from when and where.
 
 Exact is what an object claims: a parameter, a gradient, an optimizer's state, at a moment at which
 the objects were looked at. The rest is inferred, in this order:
@@ -43,7 +43,7 @@ from nbdist.memory.snapshot import (
     make_blocks,
 )
 
-# Of several claims on a block the first of these counts.
+# If a block has several claims, the first of these counts.
 _ORDER = (PARAMETER, BUFFER, OPTIMIZER, GRADIENT, COMMUNICATION, UNKNOWN)
 _RANK = {category: place for place, category in enumerate(_ORDER)}
 # Operators of torch.distributed and its backends.
@@ -66,9 +66,9 @@ class Claim:
     """An object says that it owns memory.
 
     Attributes:
-        time_ns: When it was asked, since the recording began.
+        time_ns: When the object was asked, since the recording began.
         address: Where the memory begins; NOWHERE where only its size is known.
-        size_bytes: Of all of it.
+        size_bytes: The size of all its memory.
         category: Place in CATEGORIES; UNKNOWN for a variable.
         name: The parameter's or variable's; may be empty.
     """
@@ -197,7 +197,7 @@ def _of_unknown_address(
     owners: dict[int, Claim],
     claims: Sequence[Claim],
 ) -> Iterator[tuple[int, Claim]]:
-    """Claims that know only a size, each with a block of it that was there and has no owner.
+    """Pair claims that have only a size with blocks of that size that were there without owner.
 
     It was allocated to send, or it was there before the history began, which tells no more of it.
     """

@@ -1,4 +1,4 @@
-"""What memory has grown between two snapshots: which lines, which names, by how much.
+"""Compares two snapshots: the lines and names whose memory has grown, and by how much.
 
 Compared is what is in use at the end of each. A block of the second was there in the first if one
 of the same address, size and stack was: addresses are used again, so none of these alone will do.
@@ -76,13 +76,13 @@ class BlockChange:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDiff:
-    """What grew and what shrank between two snapshots.
+    """The memory that grew and shrank between two snapshots.
 
     Attributes:
         grown: The most bytes first.
         shrunk: Likewise.
         ranks: Rank -> all that was in use, before and after.
-        notes: What could not be compared, as sentences.
+        notes: Sentences on parts that could not be compared.
     """
 
     grown: tuple[BlockChange, ...]
@@ -92,7 +92,7 @@ class SnapshotDiff:
 
 
 def diff(before: Snapshot, after: Snapshot) -> SnapshotDiff:
-    """What is in use at the end of the second snapshot beyond what was at the end of the first."""
+    """Compare the memory in use at the end of the second snapshot with that of the first."""
     first = {rank.rank: rank for rank in before.ranks if _is_there(rank)}
     second = {rank.rank: rank for rank in after.ranks if _is_there(rank)}
     both = sorted(first.keys() & second.keys())
@@ -138,7 +138,7 @@ _BlocksByRank = dict[int, tuple[list[_Block], list[_Block]]]
 
 
 def _alive(memory: RankMemory) -> list[_Block]:
-    """What is in use at the end of a recording, or in one moment."""
+    """The blocks in use at the end of a recording, or in one moment."""
     b = memory.blocks
     names = [_ITEM.sub("[...]", name) for name in memory.names]
     lines = [tuple(filter(is_own, stack)) or stack for stack in memory.stacks]

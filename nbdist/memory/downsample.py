@@ -32,13 +32,13 @@ _SIZES = (0, *(digit * 10**power for power in range(19) for digit in (1, 2, 5)))
 
 @dataclass(frozen=True, slots=True)
 class DownsampledRank:
-    """What a live picture shows of one rank.
+    """The part of one rank's memory that a live picture shows.
 
     Attributes:
-        blocks: Those that are shown alone.
-        time_ns: When what the merged blocks make together changes, sorted.
-        code: 2 x category + is_exact of what changes.
-        size_bytes: By how much; below 0 where it becomes less.
+        blocks: Blocks that are shown alone.
+        time_ns: When the sum of the merged blocks changes, sorted.
+        code: 2 x category + is_exact of the part that changes.
+        size_bytes: The change; below 0 where the sum becomes less.
         merged: How many blocks are shown together with others.
     """
 

@@ -28,7 +28,7 @@ _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,9})")
 
 
 def write(path: Path, memory: RankMemory, strategy: str = "", notes: Sequence[str] = ()) -> None:
-    """Write what a rank had allocated, for torch's viewers and for `read`.
+    """Write a rank's allocations, for torch's viewers and for `read`.
 
     The file is replaced at once, when all is written; it is compressed if it ends in `.gz`.
 
@@ -52,7 +52,7 @@ def write(path: Path, memory: RankMemory, strategy: str = "", notes: Sequence[st
 
 
 def read(path: Path, rank: int = 0) -> Snapshot:
-    """What one file says of one rank; nothing in it is run, whoever wrote it.
+    """Read one rank's memory from a file; no code in the file is run.
 
     Args:
         path: As `write`, or torch's `_dump_snapshot`, writes it; compressed or not.

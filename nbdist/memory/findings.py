@@ -1,4 +1,4 @@
-"""What makes ranks need so much memory, by rules: what was found, why, and what to do."""
+"""Rules that find why ranks need so much memory: the finding, its reason, and a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_OPTIMIZER = 1 / 3
 STEPPING_COPIES = 0.1
 # How much more than the middle of all ranks one rank needs.
 IMBALANCE = 0.15
-# Of the device, what the allocator holds. Other processes and libraries need the rest.
+# The allocator's share of the device. Other processes and libraries need the rest.
 NEAR_LIMIT = 0.9
 # Steps whose ends are compared; in the first two the optimizer makes its state, DDP its buckets.
 WARM_STEPS = 2
@@ -48,11 +48,11 @@ _SPLIT = ("fsdp", "fsdp1", "zero1", "deepspeed")
 
 @dataclass(frozen=True, slots=True)
 class MemoryContext:
-    """What a rule looks at: one rank's memory, and the peaks of all ranks.
+    """The input of a rule: one rank's memory, and the peaks of all ranks.
 
     Attributes:
-        snapshot: All of it.
-        peaks: Of all ranks that have blocks.
+        snapshot: The snapshot of all ranks.
+        peaks: The peaks of all ranks that have blocks.
         rank, peak: The rank's own memory, and its peak.
     """
 
@@ -110,7 +110,7 @@ def fragmented(context: MemoryContext) -> RuleHit | None:
 
 
 def activations(context: MemoryContext) -> RuleHit | None:
-    """What forward keeps for backward is most of the peak."""
+    """Tensors that forward keeps for backward are most of the peak."""
     size_bytes = context.of_category(ACTIVATION)
     if context.part(size_bytes) <= MOST_ACTIVATIONS or size_bytes <= LEAST_BYTES:
         return None
@@ -161,7 +161,7 @@ def imbalance(context: MemoryContext) -> RuleHit | None:
 
 
 def growth(context: MemoryContext) -> RuleHit | None:
-    """What is in use at the ends of successive steps becomes more and more."""
+    """The memory in use at the ends of successive steps becomes more and more."""
     rank = context.rank
     ends_ns = rank.step_ends_ns[WARM_STEPS:]
     if len(ends_ns) < LEAST_STEPS:
@@ -215,7 +215,7 @@ def _places(sites: Sequence[Site]) -> tuple[str, ...]:
 
 
 def _growth_sites(rank: RankMemory, first_ns: int, last_ns: int) -> list[Site]:
-    """What each line has more in use at the later moment, the most bytes first."""
+    """The growth of each line up to the later moment, the most bytes first."""
     blocks = rank.blocks
     was = {
         replace(site, count=0, size_bytes=0): site
@@ -295,7 +295,7 @@ RULES = (
 
 
 def findings(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> tuple[Finding, ...]:
-    """What takes memory by `RULES`, the largest first; empty where no rule finds anything."""
+    """Findings of `RULES`, the largest first; empty where no rule finds anything."""
     ranks = {rank.rank: rank for rank in snapshot.ranks}
     contexts = {
         peak.rank: MemoryContext(snapshot, tuple(peaks), ranks[peak.rank], peak) for peak in peaks

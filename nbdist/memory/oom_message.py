@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# What torch prints sizes in (c10/util/StringUtil.h, format_size), and numpy.
+# The units in which torch (c10/util/StringUtil.h, format_size) and numpy print sizes.
 _UNITS = {
     "bytes": 1, "byte": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "pib": 2**50, "eib": 2**60, "kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40, "eb": 2**60,
@@ -19,12 +19,12 @@ DEVICE, HOST = "device", "host"
 
 @dataclass(frozen=True, slots=True)
 class OomMessage:
-    """What an error says; UNKNOWN where it does not.
+    """The contents of an error; UNKNOWN where it does not say.
 
     Attributes:
-        by: Who asked: "CUDA", "HIP", "XPU", "CPU", "Python", "cuBLAS", "cuDNN", "NCCL".
+        by: The allocator: "CUDA", "HIP", "XPU", "CPU", "Python", "cuBLAS", "cuDNN", "NCCL".
         memory: DEVICE or HOST.
-        free_bytes: Free on it for anybody.
+        free_bytes: Free memory for all processes.
         others_bytes: In use by other processes.
         allocated_bytes: In use by tensors.
         unused_bytes: Held by torch's allocator and not in use.
@@ -86,7 +86,7 @@ _PYTHON = frozenset({"MemoryError", "_ArrayMemoryError", "ArrayMemoryError"})
 
 
 def parse_oom(name: str, message: str) -> OomMessage | None:
-    """What an error of this class says of memory that ran out; None of any other error."""
+    """Parse an error of this class if memory ran out; None for any other error."""
     if match := _DEVICE.search(message):
         return _of_device(match, message)
     for pattern, by, memory in _OTHER_ASKERS:
@@ -100,7 +100,7 @@ def parse_oom(name: str, message: str) -> OomMessage | None:
 
 
 def has_oom(text: str) -> bool:
-    """Whether a traceback, of an error that came from another one too, tells of it."""
+    """Whether a traceback has such an error, also as the cause of another one."""
     patterns = (_DEVICE, *(pattern for pattern, *_ in _OTHER_ASKERS))
     return any(pattern.search(text) for pattern in patterns) or any(
         re.search(rf"\b{name}\b", text) for name in _PYTHON

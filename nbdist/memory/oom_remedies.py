@@ -1,4 +1,4 @@
-"""What a rank knew when its memory ran out, and what would make room: a ladder of remedies.
+"""A rank's report when its memory ran out, and a ladder of remedies that would make room.
 
 Gains are predicted from what was measured on that rank: states (parameters, gradients, optimizer)
 by the shares of strategy.footprint, which are exact; activations by the batch and by what computes
@@ -42,7 +42,7 @@ class Holder:
     Attributes:
         name: The parameter, the variable; empty where it has none.
         category: Place in memory.snapshot.CATEGORIES.
-        size_bytes: Of all blocks of it.
+        size_bytes: The size of all its blocks.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class OomReport:
-    """What a rank knew when its memory ran out.
+    """A rank's knowledge when its memory ran out.
 
     Attributes:
         phase: FORWARD, BACKWARD, STEPPING, or empty.
         categories: In use for each of memory.snapshot.CATEGORIES, in bytes.
         holders: The largest first.
-        limit_bytes: What the device, or the host, has; 0 where it is not known.
+        limit_bytes: The memory of the device, or the host; 0 where it is not known.
         free_bytes: Free of it for this process; UNKNOWN where it is not known.
-        choice: What models are under; None where none was prepared.
+        choice: The strategy of the models; None where none was prepared.
         blocks: Like layers of the largest model; 0 where it has no list of them.
         problem: Why data is missing, as a sentence.
     """
@@ -105,10 +105,10 @@ class Remedy:
     """Something to try when memory ran out, with its predicted gain.
 
     Attributes:
-        what: To do, as typed where it is an option.
+        what: The act, as typed where it is an option.
         gain_bytes: Predicted; UNKNOWN where there is nothing to predict from.
         fits: Whether that would make room; None where it cannot be said.
-        why: What the number comes from, or why there is none.
+        why: The source of the number, or why there is none.
     """
 
     what: str

@@ -17,12 +17,12 @@ MORE = "%dist_memory shows what was in use when it failed"
 
 
 def block(shortage: OomReport) -> str:
-    """What ran out, what held it, and the ladder of remedies; lines of text."""
+    """Lines on the memory that ran out, its holders, and the ladder of remedies."""
     return "\n".join((*_what(shortage), *_usage(shortage), *_ladder(shortage), MORE))
 
 
 def block_without_report(rank: int, message: OomMessage, why: str) -> str:
-    """What ran out, where the rank could not say what held its memory."""
+    """Lines on the memory that ran out, where the rank could not name its holders."""
     what = f"rank {rank} ran out of {_memory(message)}{_request(message)}"
     return f"{what}; what held it is unknown: {why}"
 

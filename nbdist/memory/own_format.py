@@ -1,4 +1,4 @@
-"""What nbdist knows of a rank's memory beyond torch's format, as plain values and back."""
+"""Converts the part of a rank's memory beyond torch's format to plain values and back."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _plain(*values: str | int) -> list[str | int]:
 
 
 def unpack(ours: Value) -> RankMemory:
-    """What `packed` was given.
+    """Restore what `pack` has packed.
 
     Raises:
         Misfit: If it is anything else; it says where.

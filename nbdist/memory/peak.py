@@ -25,7 +25,7 @@ from nbdist.memory.timeline import Truths, codes, is_in_use, peak_ns, reserved_a
 MOST_SITES = 12
 MOST_OWNERS = 10
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
-# What an optimizer keeps of a parameter: `0.weight: exp_avg`.
+# An optimizer's state of a parameter: `0.weight: exp_avg`.
 _STATE = re.compile(r": \w+$")
 
 
@@ -43,7 +43,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """What the category has, exact and guessed together."""
+        """The category's bytes, exact and guessed together."""
         return self.exact + self.guessed
 
 
@@ -54,7 +54,7 @@ class Site:
     Attributes:
         category: Place in CATEGORIES.
         is_exact: Whether that was read off an owner.
-        operator: What allocated it; empty where it is not known.
+        operator: The operator that allocated it; empty where it is not known.
         line: The user's innermost line; None where there is none.
         via: The library's innermost line.
     """
@@ -95,15 +95,15 @@ class RankPeak:
         size_bytes: In use.
         parts: Of each of CATEGORIES.
         at_end: The same at the end of the recording.
-        sites: What allocated the most of it, the most first.
-        owners: Whose it is, the most first.
+        sites: The lines that allocated the most of it, the most first.
+        owners: The owners of the most of it, the most first.
         allocator_bytes: The allocator's own peak; 0 where it does not count.
-        reserved_bytes: What the allocator held at that moment; 0 where it is not known.
+        reserved_bytes: The allocator's memory at that moment; 0 where it is not known.
         reserved_peak_bytes: The most that it held.
-        reserved_end_bytes: What it held at the end.
+        reserved_end_bytes: The allocator's memory at the end.
         segment_bytes, free_bytes: Of the segments at the end: all, and what of it was not in use.
         largest_free_bytes: The largest free part of one of them; one hole or several.
-        limit_bytes: What the device has; 0 where it is not known.
+        limit_bytes: The device's memory; 0 where it is not known.
     """
 
     rank: int
@@ -136,7 +136,7 @@ class RankPeak:
 
     @property
     def need_bytes(self) -> int:
-        """What the device has to have: what the allocator held at most, or what was in use."""
+        """The bytes that the device needs: the most that the allocator held, or that was in use."""
         return max(self.size_bytes, self.allocator_bytes, self.reserved_peak_bytes)
 
     @property
@@ -232,7 +232,7 @@ def sites(rank: RankMemory, chosen: Truths, most: int = MOST_SITES) -> tuple[Sit
 
 
 def _owners(rank: RankMemory, chosen: Truths) -> tuple[PeakOwner, ...]:
-    """Whose the chosen blocks are that have a name, the most bytes first."""
+    """The owners of the chosen blocks that have a name, the most bytes first."""
     blocks = rank.blocks
     places = np.flatnonzero(chosen & (blocks.name >= 0))
     key = np.stack([blocks.category[places].astype(np.int64), blocks.name[places]])

@@ -21,7 +21,7 @@ from nbdist.variables.kernel import Variables
 from nbdist.variables.pack import PackedValue
 
 COST = "Memory of the recording itself is not included: torch's allocators do not serve it."
-# A rank has looked at its shortage already, before its reply: what is asked for lies ready.
+# A rank has looked at its shortage already, before its reply: its report lies ready.
 ASK_S = 10.0
 
 begin_memory: RankFunction[[MemoryOptions, str], None] = RankFunction(
@@ -69,7 +69,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         return snapshot
 
     def advice(self, failure: RankFailure) -> str:
-        """What to do about a shortage of memory; what was in use then is shown next."""
+        """Advice on a shortage of memory; the memory in use then is shown next."""
         message = oom_message.parse_oom(failure.name, failure.message)
         if message is None and not oom_message.has_oom(plain("\n".join(failure.traceback))):
             return ""
@@ -80,7 +80,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         return "" if message is None else oom_text.block_without_report(failure.rank, message, why)
 
     def _ask(self, rank: int) -> tuple[OomReport | None, str]:
-        """What a rank knows of its shortage, or why nothing is known."""
+        """A rank's report on its shortage, or the reason why there is none."""
         if not self._ranks.is_connected(rank):
             return None, "the rank has ended"
         if self._ranks.is_busy(rank):
@@ -93,9 +93,9 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
             return None, str(getattr(error, "evalue", error))
 
     def last_or_now(self) -> Snapshot:
-        """What was recorded last; where nothing was, as `now` of all ranks.
+        """Return the last recording; without one the same as `now` of all ranks.
 
-        If memory has run out since, it is what was in use then on those ranks.
+        If memory has run out since, it is the memory in use then on those ranks.
         """
         if self._oom_ranks:
             short, self._oom_ranks = self._oom_ranks, ()
@@ -115,7 +115,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         self._by_name[name] = snapshot
 
     def find(self, name: str) -> Snapshot:
-        """What is kept under a name, or else saved in a folder of that name.
+        """Find the recording under a name, or else the one saved in a folder of that name.
 
         Raises:
             OptionError: If there is neither.

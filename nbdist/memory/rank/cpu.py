@@ -39,7 +39,7 @@ NO_TREE = "This version of torch reports no stacks of CPU allocations."
 
 
 class _StorageFrees:
-    """Notes when memory goes that is older than a recording: torch's profiler does not tell.
+    """Notes when memory goes that is older than a recording: torch's profiler does not report it.
 
     Storages are not kept alive by it.
     """
@@ -123,7 +123,7 @@ class CpuRecorder:
 
 
 def _history(profiler: profile) -> ProfilerHistory:
-    """What the profiler has seen.
+    """Read the profiler's events.
 
     Private: the tree is the only place where allocations have their stacks. Without it they come
     from the file for Chrome, which has none.
@@ -203,7 +203,7 @@ def assemble(
 
 
 def of_now(owners: Iterable[StorageOwner], memory: RankMemory) -> RankMemory:
-    """Who owns the memory at this moment, without a history."""
+    """The memory with its owners at this moment, without a history."""
     marks = Marks(before=tuple(owners))
     claims = list(marks.claims({0: 0}, DEVICE))
     blocks, _ = pair_events([(claim.address, claim.size_bytes) for claim in claims], (), 0)

@@ -112,7 +112,7 @@ class _Backwards:
             setattr(torch.autograd, name, self._replacements[name])
 
     def leave(self) -> None:
-        """Put back what was there, unless somebody else has replaced it meanwhile."""
+        """Put the original functions back, unless another package has replaced them meanwhile."""
         for name, before in self._originals.items():
             if getattr(torch.autograd, name) is self._replacements[name]:
                 setattr(torch.autograd, name, before)
@@ -134,7 +134,7 @@ class _Backwards:
 
 
 def _start(options: MemoryOptions) -> str:
-    """Let the allocator keep its history; why it cannot.
+    """Let the allocator keep its history; return why it cannot.
 
     Private, as all of torch's recording is; its own tools and documentation use it so. Without it
     a snapshot of the moment is all that there is.
@@ -204,7 +204,7 @@ def assemble(
 def of_now(
     owners: Iterable[StorageOwner], memory: RankMemory, before: Mapping[str, Any] | None = None
 ) -> RankMemory:
-    """Whose the memory is at this moment, or `before`, by torch's snapshot; without a history."""
+    """The memory with its owners now, or `before`, by torch's snapshot; without a history."""
     device = torch.device(this_rank().place.device)
     ask = getattr(torch.cuda.memory, "_snapshot", None)
     empty: Mapping[str, Any] = {"segments": []}

@@ -1,4 +1,4 @@
-"""What DDP and FSDP2 hold of a model, and show nobody. All of it private; nothing is changed."""
+"""Private memory of a model in DDP and FSDP2. It is read alone; nothing is changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def shards(modules: Iterable[torch.nn.Module]) -> dict[tuple[int, str], Any]:
-    """What fully_shard knows of each parameter, by its module's id and its name there.
+    """The record of fully_shard on each parameter, by its module's id and its name there.
 
     Private: the modules show the gathered parameters from a forward on, and nothing public gives
     the shards then. Without it what the modules show is taken for the parameters.
@@ -40,7 +40,7 @@ def unsharded_gradients(shard: Any) -> Iterator[Any]:
 
 
 def padded(shard: Any) -> Any:
-    """What a rank's shard lies in: as large on each rank."""
+    """The padded tensor around a rank's shard: as large on each rank."""
     return getattr(shard, "_sharded_param_data", None)
 
 
@@ -53,7 +53,7 @@ def gathered(shard: Any) -> Iterator[Any]:
 def bucket_sizes(module: DistributedDataParallel) -> tuple[int, ...]:
     """Bytes of each of DDP's buckets.
 
-    Private: the buckets are held in C++, and what DDP logs is all that it tells of them. Without
+    Private: the buckets are held in C++, and DDP's log data has all that is shown of them. Without
     it they have no owner.
     """
     ask = getattr(module, "_get_ddp_logging_data", None)

@@ -12,7 +12,7 @@ from nbdist.memory.snapshot import BACKWARD, STEPPING, Phase
 
 @dataclass(slots=True)
 class Marks:
-    """What was noted, each under the number of its mark.
+    """The notes of a recording, each under the number of its mark.
 
     Attributes:
         first: The mark at which the recording began.
@@ -29,7 +29,7 @@ class Marks:
     ends: list[int] = field(default_factory=list)
 
     def claims(self, times_ns: Mapping[int, int], device: str) -> Iterator[Claim]:
-        """What the owners of a device's memory claim."""
+        """The claims of the owners of a device's memory."""
         for number, owners in [(self.first, self.before), *self.owners]:
             time_ns = times_ns.get(number)
             if time_ns is None:

@@ -1,6 +1,6 @@
 """Notices that a cell has failed because memory ran out, and keeps what held it.
 
-A GPU's allocator tells at the moment itself; what a CPU's tensors hold is looked at when the cell
+A GPU's allocator reports at the moment itself; memory of CPU tensors is looked at when the cell
 has ended, while the traceback still holds them. What looks at the memory
 (memory/rank/oom_report.py) is loaded when it is first needed: a rank starts without it. The
 shortage is kept until the next cell begins, the memory in the place of a recording
@@ -26,12 +26,12 @@ from nbdist.rpc.rank.cell_hooks import CellContext
 
 @dataclass(slots=True)
 class _State:
-    """What the last cell lacked.
+    """The last cell's shortage of memory.
 
     Attributes:
         shortage: None where its memory did not run out.
         device: torch's snapshot of the GPU when an allocation of this cell failed last.
-        is_watching: The GPU's allocator tells.
+        is_watching: The GPU's allocator reports failures.
     """
 
     shortage: OomReport | None = None
@@ -43,7 +43,7 @@ _state = _State()
 
 
 def last() -> OomReport | None:
-    """What the last cell lacked; None where its memory did not run out."""
+    """The last cell's shortage; None where its memory did not run out."""
     return _state.shortage
 
 
@@ -90,7 +90,7 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def watch_device() -> None:
-    """Let the GPU's allocator tell when it fails, once CUDA is in use. Once per process.
+    """Let the GPU's allocator report its failures, once CUDA is in use. Once per process.
 
     Private: nothing public is called at that moment. Without it the memory is looked at when the
     cell has ended, without what C++ has let go of by then.

@@ -1,4 +1,4 @@
-"""What held this rank's memory when a cell failed because it ran out.
+"""Finds the holders of this rank's memory when a cell failed because it ran out.
 
 Frames of the traceback still hold their tensors when the cell has ended, and so do the graphs that
 hang on them.
