@@ -61,7 +61,7 @@ class Operation:
     """All calls of one name on all ranks.
 
     Attributes:
-        name: As the profiler calls it.
+        name: The profiler's name.
         kind: Place in trace.trace.KINDS.
         count: Calls.
         self_ns: Their time without that of events inside them on the same lane.
@@ -81,11 +81,11 @@ class Traffic:
 
     Attributes:
         name: "all-reduce".
-        group: As the user calls it.
+        group: The user's name of the group.
         size_bytes: Of one message: the whole that all ranks of the group make or get; the mean
             where a group has more than `SIZES` sizes, as tokens have that go to their experts.
         count: Calls of a rank per step (of all, where there are no steps).
-        sent_bytes: What a rank sends for them per step on a ring (strategy.footprint.CALLS).
+        sent_bytes: Bytes that a rank sends for them per step on a ring (strategy.footprint.CALLS).
         median_ns: Half of the calls took less, the wait for the last rank included.
     """
 
@@ -119,7 +119,7 @@ class Slowest:
 
 @dataclass(frozen=True, slots=True)
 class TimeBreakdown:
-    """What a trace says in numbers.
+    """The numbers of a trace.
 
     Attributes:
         ranks: In rank order.
@@ -127,10 +127,10 @@ class TimeBreakdown:
         slowest: None on one rank, or where nobody waits.
         operations: The most expensive first, at most `TOP`.
         traffic: The most bytes first.
-        sent_bytes: What a rank sends per step (of all, without steps), over all its traffic.
-        formula_bytes: What the strategy's formula gives for the same; None where it is unknown.
+        sent_bytes: Bytes that a rank sends per step (in all, without steps), over all its traffic.
+        formula_bytes: The same by the strategy's formula; None where it is unknown.
         formula: The formula in words, a phrase each; empty where it is unknown.
-        notes: What the numbers leave out, as sentences.
+        notes: Sentences on parts that the numbers leave out.
     """
 
     ranks: tuple[RankBreakdown, ...]
@@ -146,7 +146,7 @@ class TimeBreakdown:
 
 # Operations that are listed.
 TOP = 12
-# Sizes of one collective in one group that are told apart.
+# The most sizes of one collective in one group that are listed separately.
 SIZES = 8
 # A first step this much longer than the others is no measure of them.
 FIRST_STEP = 1.5
@@ -160,7 +160,7 @@ def breakdown(trace: Trace) -> TimeBreakdown:
     """Say in numbers where the time of a recorded cell went.
 
     Only steps that all ranks have recorded are counted; without steps, all that was recorded.
-    Ranks of which there is nothing are left out, and named in the notes.
+    Ranks without a recording are left out, and named in the notes.
     """
     traces = [rank for rank in trace.ranks if len(rank.events)]
     n_steps = common_steps(trace)
@@ -333,7 +333,7 @@ def sent_share(name: str, n: int) -> float:
 
 
 def _notes(trace: Trace, steps_ns: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    """What there is to say before the numbers are read; `steps_ns` are those that count."""
+    """Notes to read before the numbers; `steps_ns` are the steps that count."""
     traces = [rank for rank in trace.ranks if len(rank.events)]
     parts = [
         trace.notes,

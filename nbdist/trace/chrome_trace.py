@@ -49,7 +49,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all calls of one name on one thread have in common.
+    """The fields that all calls of one name on one thread have in common.
 
     Attributes:
         category: The profiler's: "cpu_op", "kernel".
@@ -70,9 +70,9 @@ class RawTrace:
     Attributes:
         start_ns, duration_ns: Since `base_ns`; at least 0.
         head, heads: Of each event a place in heads, which has each once.
-        args: Event -> what the profiler noted of it, where `wants_args` asked for it.
+        args: Event -> the profiler's notes on it, where `wants_args` asked for them.
         threads: (process, thread) -> its names.
-        header: What stands before the events: the rank, process groups, versions.
+        header: The part before the events: the rank, process groups, versions.
         base_ns: Since 1970, where the file says it; 0 otherwise.
         problem: Why something is missing, as a sentence.
     """
@@ -217,7 +217,7 @@ class _Scan:
 
 
 def _header(text: bytes) -> tuple[dict[str, Any], bytes | None]:
-    """What stands before the events, and the rest; None for it where there are no events."""
+    """Return the part before the events, and the rest; None for the rest without events."""
     match = EVENTS.search(text, 0, HEADER_BYTES)
     if match is None:
         return {}, None

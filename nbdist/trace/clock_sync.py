@@ -26,7 +26,7 @@ from nbdist.trace.trace import Integers, RankTrace, Step, Trace
 REACH = 3 * 1.4826
 # Fewer collectives do not show how far their offsets are spread.
 ENOUGH = 4
-# Of the bounds by single collectives this share has to hold: a call may be matched wrongly.
+# This share of the bounds by single collectives has to hold: a match may be wrong.
 HOLDING = 0.95
 
 
@@ -37,7 +37,7 @@ class Clock:
     Attributes:
         offset_ns: To be added to its times; 0 where `low_ns` to `high_ns` contain 0.
         low_ns, high_ns: The collectives allow an offset from the one to the other.
-        count: Collectives by which it is known; 0 where there is none.
+        count: Collectives that the offset comes from; 0 where there is none.
     """
 
     offset_ns: int
@@ -48,7 +48,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class _Differences:
-    """What the collectives of two hosts say of how much is to be added to the far one's times.
+    """Differences of two hosts' clocks at their collectives, to be added to the far one's times.
 
     Attributes:
         by_ends: The near host's end less the far host's, of each collective.
@@ -78,7 +78,7 @@ class _Differences:
 def align(recordings: Sequence[RecordedTrace], missing: Sequence[RankTrace] = ()) -> Trace:
     """The traces of all ranks, by one clock that begins at 0.
 
-    Of the `missing` ranks there is nothing but a reason.
+    `missing` ranks have nothing but a reason.
     """
     shifts_ns, notes = shifts(recordings)
     moved = [
@@ -96,7 +96,7 @@ def align(recordings: Sequence[RecordedTrace], missing: Sequence[RankTrace] = ()
 
 
 def shifts(recordings: Sequence[RecordedTrace]) -> tuple[list[int], list[str]]:
-    """What is to be added to each recording's times for one clock that begins at 0, and notes.
+    """The shift of each recording's times to one clock that begins at 0, and notes.
 
     Never below 0: the recording that began first stays as it is.
     """
@@ -114,7 +114,7 @@ def shifts(recordings: Sequence[RecordedTrace]) -> tuple[list[int], list[str]]:
 def offsets(recordings: Sequence[RecordedTrace]) -> Mapping[str, Clock]:
     """Host -> its clock, against that of the first recording's host.
 
-    By the collectives that two hosts have in common; a host that has none with the first one is
+    Hosts are compared by common collectives; a host that has none with the first one is
     compared with one that has.
     """
     hosts = list(dict.fromkeys(recording.trace.host for recording in recordings))

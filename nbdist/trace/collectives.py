@@ -1,4 +1,4 @@
-"""What the collectives of a trace are: name, size and process group of each."""
+"""Identifies the collectives of a trace: name, size and process group of each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TraceGroup:
     """A process group whose collectives a trace has.
 
     Attributes:
-        name: As the user calls it.
-        torch_name: As torch does.
+        name: The user's name.
+        torch_name: torch's name.
     """
 
     name: str
@@ -49,7 +49,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a call turned out to be.
+    """The identity of a call.
 
     Attributes:
         name: As people write it, of what the program has called.
@@ -104,7 +104,7 @@ def of_gloo(
     recorded: Sequence[CollectiveCall],
     groups: Sequence[TraceGroup],
 ) -> list[Meaning]:
-    """Gloo's calls, by what was issued before each; the trace has no link between the two.
+    """Match Gloo's calls with the operators issued before each; the trace has no link of both.
 
     Gloo does some collectives by way of others (a reduce-scatter as an all-reduce): the
     meaning is what the program has called.
@@ -112,8 +112,8 @@ def of_gloo(
     Args:
         calls: Gloo's own, in the order of their starts.
         issued: Operators c10d::*, likewise.
-        recorded: What torch's flight recorder has of the same time; may be empty.
-        groups: Of the trace.
+        recorded: Entries of torch's flight recorder from the same time; may be empty.
+        groups: The trace's groups.
     """
     # Each of Gloo's threads, a lane, belongs to one group, which most of its calls name.
     votes: dict[int, Counter[int]] = defaultdict(Counter)

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from nbdist.trace.trace import KINDS, Events, Integers, Trace
 
-# Deeper events than this are left out even where there is room: nobody reads more rows of a lane.
+# Deeper events than this are left out even where there is room: a lane has no more readable rows.
 MOST_DEPTH = 8
-# So many levels of nested events are shown however many ranks there are.
+# The number of levels of nested events that are shown for any number of ranks.
 LEAST_DEPTH = 3
 NOWHERE = (0, 0)
 _WIDTHS_NS = (0, *(digit * 10**power for power in range(19) for digit in (1, 2, 5)))
@@ -33,7 +33,7 @@ class TimelineRow:
 
     Attributes:
         place, lane: Places in Trace.ranks and in RankTrace.lanes.
-        depth: Of its events.
+        depth: The depth of its events.
     """
 
     place: int
@@ -80,7 +80,7 @@ class Items:
         width_ns: Events shorter than this may be in blocks; 0: every item is an event.
         full_ns: No event that begins between these two is in a block.
         row, kind: As in TraceRows, of all events of a block.
-        start_ns: Of the first event of a block.
+        start_ns: The start of the first event of a block.
         end_ns: The latest end.
         busy_ns: The durations together.
         count: Events in it; an item of one is that event itself.

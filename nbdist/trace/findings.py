@@ -1,4 +1,4 @@
-"""What slows a recorded cell down, by rules: what was found, why it matters, what to do."""
+"""Rules that find what slows a recorded cell down: the finding, its effect, and a remedy."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, R
 COPIES_PER_STEP = 2
 # Below a tenth of a step a remedy cannot give back more than a tenth.
 TENTH = 0.1
-# What can be seen over the noise of a machine that does nothing else.
+# The smallest share that stands out from the noise of a machine that does nothing else.
 LATE = 0.05
 HALF = 0.5
 # To launch a kernel takes the host 5 us or so: of shorter ones it cannot keep up a stream.
 SMALL_KERNEL_NS = 10_000
 # A GPU that is idle for less is not waiting for launches.
 LAUNCH_IDLE = 0.2
-# Of a backward's collectives at least so much goes on under it, where it is cut into buckets.
+# At least this share of a backward's collectives goes on under it, if it is cut into buckets.
 OVERLAP = 0.2
 # Collectives of activations, which the next operator needs, cannot go on under others.
 _NEEDED_AT_ONCE = re.compile(r"\b(tp|pp|cp)\b")
 _GRADIENTS = frozenset({"all-reduce", "reduce-scatter"})
-# As many more tokens than its own as the lint uneven-experts tells of.
+# The same excess of tokens as the lint uneven-experts reports.
 UNEVEN = 1.5
 _EXPERTS = re.compile(r"\bep\b")
 _EXCHANGE = re.compile("all-to-all")
@@ -44,10 +44,10 @@ _SPOTS = 3
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """One rank, and what is known of all.
+    """The input of a rule: one rank's trace, and the numbers of all.
 
     Attributes:
-        trace, shares: All of it, and its numbers.
+        trace, shares: The trace of all ranks, and its numbers.
         rank, breakdown: The rank's own trace, and its numbers.
         spans: When it did what.
     """
@@ -65,11 +65,11 @@ class TraceContext:
 
     @property
     def per(self) -> str:
-        """What numbers are per."""
+        """The unit that numbers are per: a step, or the recording."""
         return "step" if self.breakdown.steps_ns else "recording"
 
     def part(self, time_ns: float) -> float:
-        """A time as a share of what is looked at."""
+        """A time as a share of the observed time."""
         return time_ns / max(1, self.breakdown.window_ns)
 
 
@@ -222,7 +222,7 @@ def late_rank(context: TraceContext) -> RuleHit | None:
     )
 
 
-# What can make a rank late -> the verb for it.
+# A reason why a rank is late -> the verb for it.
 _DOES: Mapping[str, str] = {
     "compute_ns": "it computes",
     "data_ns": "it fetches data",
@@ -232,7 +232,7 @@ _DOES: Mapping[str, str] = {
 
 
 def _longer(context: TraceContext) -> str:
-    """What the late rank does for longer than the others do."""
+    """The work that the late rank does for longer than the others do."""
     others = [rank for rank in context.shares.ranks if rank.rank != context.breakdown.rank]
     extra_ns = {
         field: getattr(context.breakdown, field)
@@ -384,7 +384,7 @@ RULES = (
 
 
 def findings(trace: Trace, shares: TimeBreakdown) -> tuple[Finding, ...]:
-    """What slows the cell down by `RULES`, the largest first; empty where nothing does."""
+    """Findings of `RULES`, the largest first; empty where no rule finds anything."""
     traces = {rank.rank: rank for rank in trace.ranks}
     contexts = {}
     for breakdown in shares.ranks:

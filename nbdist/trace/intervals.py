@@ -49,13 +49,13 @@ def pieces(sets: Sequence[Integers]) -> tuple[Integers, npt.NDArray[np.bool_]]:
 
 
 def intersection(first: Integers, second: Integers) -> Integers:
-    """What two sets have in common."""
+    """The intersection of two sets."""
     segments, covers = pieces([first, second])
     return union_of([segments[covers[0] & covers[1]]])
 
 
 def difference(intervals: Integers, removed: Integers) -> Integers:
-    """What is in one set and not in the other."""
+    """The part of one set that is not in the other."""
     segments, covers = pieces([intervals, removed])
     return union_of([segments[covers[0] & ~covers[1]]])
 

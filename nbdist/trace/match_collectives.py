@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from nbdist.trace.trace import COMMUNICATION, RankTrace
 
-# Nobody is through before all have come. After a broadcast or a send some may be.
+# No rank is through before all have come. In a broadcast or a send some may be.
 TOGETHER = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "barrier"})
 
 

@@ -1,4 +1,4 @@
-"""What the profiler's names mean: kinds of events, collectives, sizes of types."""
+"""The meaning of the profiler's names: kinds of events, collectives, sizes of types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP_END = "nbdist.step"
 TORCH_STEP = re.compile(r"ProfilerStep#(\d+)$")
 # Annotations of the host once more, by the device's clock.
 ON_DEVICE = "gpu_user_annotation"
-# Of the profiler itself, and what only repeats annotations of the host.
+# Events of the profiler itself, and events that only repeat annotations of the host.
 LEFT_OUT = frozenset({"Trace", "overhead", ON_DEVICE})
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 PYTHON = "python_function"
@@ -29,7 +29,7 @@ _WAITS = re.compile(
     r"cu(?:Stream|Ctx|Event)Synchronize$"
 )
 _LAUNCHES = frozenset({"cpu_op", "cuda_runtime", "cuda_driver"})
-# What a name says in some categories; the first that fits.
+# Kinds by name in some categories; the first that fits.
 _BY_NAME = (
     (frozenset({"kernel"}), NCCL, COMMUNICATION),
     # `clone` is one or a kernel, as the layout has it: neither leaves the GPU.
@@ -39,7 +39,7 @@ _BY_NAME = (
     (_LAUNCHES, _WAITS, WAIT),
     (_LAUNCHES, ISSUED, HOST),
 )
-# What a category says otherwise.
+# Kinds by category otherwise.
 _BY_CATEGORY = {
     "gpu_memcpy": COPY,
     "gpu_memset": COMPUTE,
@@ -52,7 +52,7 @@ _BY_CATEGORY = {
 
 
 def kind(category: str, name: str, *, is_device: bool) -> int:
-    """What an event is, see trace.trace.KINDS; `is_device`: the host's operators only launch."""
+    """The kind of an event, of trace.trace.KINDS; `is_device`: the host's operators only launch."""
     for categories, pattern, event_kind in _BY_NAME:
         if category in categories and pattern.match(name):
             return event_kind
@@ -81,7 +81,7 @@ _COLLECTIVES = {
 def collective(name: str) -> str:
     """A collective as people write it: "all-reduce", from torch's, Gloo's or NCCL's name.
 
-    What is none of them stays as it is.
+    Other names stay as they are.
     """
     bare = ISSUED.sub("", GLOO.sub("", NCCL.sub("", name)))
     letters = re.sub(r"[^a-z]", "", bare.lower())

@@ -1,4 +1,4 @@
-"""Records a cell with torch.profiler on this rank, and reads what came of it.
+"""Records a cell with torch.profiler on this rank, and reads the recording.
 
 `begin` arms the next cell; the profiler runs while that cell does (recording/rank/cell_hook.py).
 `finish` gives what was recorded. A step ends at `optimizer.step()`, or at `nbdist.step()` where
@@ -134,15 +134,15 @@ class _Recording(CellRecording):
                 )
                 self._profiler = None
                 return
-            # What is added after the stop is not in the file.
+            # Metadata that is added after the stop is not in the file.
             self._profiler.add_metadata_json(read.OURS, json.dumps(self._header()))
             self._profiler.stop()
 
     def _header(self) -> dict[str, Any]:
-        """What `trace.read` wants to know beside the events: steps, groups, what a step sends."""
+        """Facts for `trace.read` beside the events: steps, groups, the bytes that a step sends."""
         has_warmup = self._options.steps is not None and len(self.steps.ends) > 1
         choice = registry.current()
-        # Of the whole model, whatever this rank holds of it.
+        # The numbers are of the whole model, whatever this rank holds of it.
         n_parameters = sum(
             torch.Size(prepared.layouts[name].shape).numel()
             for prepared in registry.prepared()
@@ -185,7 +185,7 @@ _state = _State()
 
 
 def begin(options: TraceOptions, token: str) -> None:
-    """Record the cell that brings this token; what was recorded before is removed.
+    """Record the cell that brings this token; the earlier recording is removed.
 
     Raises:
         TraceError: If its file has no place.
@@ -198,7 +198,7 @@ def begin(options: TraceOptions, token: str) -> None:
 
 
 def finish(folders: Sequence[str]) -> PackedValue:
-    """What the last recording of this rank holds, as {"recording": Recording}.
+    """Send the last recording of this rank, as {"recording": Recording}.
 
     Args:
         folders: As variables.pack.send takes them.

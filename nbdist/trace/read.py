@@ -1,4 +1,4 @@
-"""What a rank's trace means: kinds of events, lanes, steps, collectives with their sizes."""
+"""Interprets a rank's trace: kinds of events, lanes, steps, collectives with their sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nbdist.trace.trace import (
     Step,
 )
 
-# What nbdist adds to the header of a rank's file.
+# The key that nbdist adds to the header of a rank's file.
 OURS = "nbdist"
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d+)")
 
@@ -51,9 +51,9 @@ class RecordedTrace:
     """A rank's trace by the clock of its host.
 
     Attributes:
-        trace: Its times are since `zero_ns`.
+        trace: The trace; times are since `zero_ns`.
         zero_ns: Since 1970; 0 where the file does not say.
-        ours: What nbdist has put into the file: the strategy, and what it sends.
+        ours: nbdist's part of the file: the strategy, and the bytes that it sends.
     """
 
     trace: RankTrace
@@ -177,7 +177,7 @@ def _events(
     is_issued = _of_heads(raw, lambda head: trace_names.ISSUED.match(head.name) is not None)
     for number in np.unique(lane):
         on = np.flatnonzero(lane == number)
-        # Of those that began before it (the longer first), those that have not ended enclose it.
+        # Events that began before it (the longer first) and have not ended enclose it.
         ended = np.searchsorted(
             np.sort(np.maximum(end_ns[on], start_ns[on] + 1)), start_ns[on], side="right"
         )
@@ -241,7 +241,7 @@ def _meanings(
 
 
 def _flight_record(raw: RawTrace) -> list[CollectiveCall]:
-    """What torch's flight recorder has noted meanwhile, where nbdist wrote it into the header."""
+    """The entries of torch's flight recorder, where nbdist wrote them into the header."""
     calls = _record(raw.header, OURS).get("calls")
     return [
         CollectiveCall(

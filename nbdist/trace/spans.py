@@ -18,7 +18,7 @@ class Spans:
 
     Attributes:
         window: Where it begins and ends: one interval.
-        compute: Without what a lane only waits for inside an operator.
+        compute: Computation, without waits of a lane inside an operator.
         communication: Collectives under way.
         copy: Copies between host and device, or between devices.
         data: The next batch is being fetched.
@@ -42,7 +42,7 @@ def common_steps(trace: Trace) -> int:
 
 
 def spans(trace: RankTrace, n_steps: int) -> Spans:
-    """What went on when, within the first steps of a rank; within everything where that is 0."""
+    """The spans within the first steps of a rank; within the whole recording where that is 0."""
     events, window = trace.events, np.empty((0, 2), np.int64)
     if n_steps:
         window = np.array([[trace.steps[0].start_ns, trace.steps[n_steps - 1].end_ns]])

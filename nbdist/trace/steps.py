@@ -31,7 +31,7 @@ class StepCuts:
 
     Attributes:
         host: When the host went through them.
-        device: When the GPU did, as many or fewer; empty where the file does not tell it of all.
+        device: When the GPU did, as many or fewer; empty where the file does not have it of all.
     """
 
     host: tuple[Step, ...]
@@ -44,11 +44,11 @@ def is_mark(name: str) -> bool:
 
 
 def cut(raw: RawTrace, zero_ns: int, own_ends: Any) -> StepCuts:
-    """By nbdist's marks, each at the end of a step; by those of torch's schedule otherwise.
+    """Cut by nbdist's marks, each at the end of a step; by those of torch's schedule otherwise.
 
     Args:
-        raw: With the GPU's annotations.
-        zero_ns: What times of steps are to be since.
+        raw: The events, with the GPU's annotations.
+        zero_ns: The zero of the times of steps.
         own_ends: Which of nbdist's marks count, by number; anything but a list for all.
     """
     heads = [

@@ -1,4 +1,4 @@
-"""What the profilers of the ranks have recorded of one cell, as columns.
+"""The recordings of the ranks' profilers of one cell, as columns.
 
 Made by `trace.read` from the files that ranks write; judged by `trace.breakdown` and
 `trace.findings`; drawn by `trace.view.report`. Times are integers in nanoseconds since the
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# What an event is, as `Events.kind` has it: its place in this tuple.
+# The kinds of events; `Events.kind` is a place in this tuple.
 COMPUTE, COMMUNICATION, COPY, DATA, WAIT, HOST, MARK = range(7)
 KINDS = (
     "compute",  # what a GPU does within itself; operators of main thread and autograd on a CPU
@@ -32,7 +32,7 @@ class Lane:
     """One row of a rank: a thread of the host, or a stream of a device.
 
     Attributes:
-        name: As a person calls it: "main thread", "autograd", "gloo 1", "stream 7".
+        name: The name for people: "main thread", "autograd", "gloo 1", "stream 7".
         is_device: Whether its events ran on a GPU.
     """
 
@@ -42,7 +42,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What one rank did, an entry per event in each column, sorted by start.
+    """The events of one rank, an entry for each in each column, sorted by start.
 
     Attributes:
         start_ns: Since the beginning of the recording.
@@ -85,7 +85,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What one rank has recorded.
+    """The recording of one rank.
 
     Attributes:
         rank, host: Whose, and where it ran.

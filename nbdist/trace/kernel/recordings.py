@@ -54,7 +54,7 @@ class Traces(Recordings[TraceOptions, Trace]):
     def page(self, trace: Trace) -> str:
         """The address of a page of Perfetto with this trace, for browsers of this host.
 
-        It is served until another one is, or the ranks are stopped. Whoever has an account on
+        It is served until another one is, or the ranks are stopped. Every user of
         this host can read it meanwhile.
 
         Raises:
@@ -71,7 +71,7 @@ class Traces(Recordings[TraceOptions, Trace]):
         return self._page.url
 
     def close(self) -> None:
-        """End what is served."""
+        """Stop serving the page."""
         page, self._page = self._page, None
         if page is not None:
             page.close()
