@@ -1,4 +1,4 @@
 """Will a model fit, and how long will a step take: formulas, their sources, advice.
 
-What is measured of a live model comes from `planner.rank` and `planner.fake`.
+Measurements of a live model come from `planner.rank` and `planner.fake`.
 """

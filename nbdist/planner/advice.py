@@ -35,12 +35,12 @@ _IN_BLOCKS = ("cp", "tp", "ep")
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a plan comes to.
+    """The conclusions of a plan.
 
     Attributes:
-        row: What to choose; None where nothing fits.
+        row: The row to choose; None where none fits.
         sentences: Why, and what would help.
-        rules: What rules of thumb choose; none of a plan for one strategy or one rank.
+        rules: The choice of rules of thumb; none for a plan of one strategy or one rank.
     """
 
     row: PlanRow | None
@@ -76,7 +76,7 @@ def _plan_again(space: SearchSpace) -> Plan | None:
 
 def choose_row(planned: Plan, would_help: Callable[[], str]) -> tuple[PlanRow | None, list[str]]:
     """The row to choose, and why; None and `would_help` where nothing fits."""
-    # Of a model whose shape no formula knows no other plan is made.
+    # No other plan is made for a model whose shape no formula knows.
     has_shape = planned.model.has_shape
     useful = _useful(planned)
     for wanted in (SAFE, RISKY) if has_shape else (SAFE,):
@@ -172,7 +172,7 @@ def _within(
 
 
 def _per_sample(row: PlanRow) -> float:
-    """What a sample costs: seconds, or bytes where the device's speed is not known."""
+    """The cost of a sample: seconds, or bytes where the device's speed is not known."""
     return row.sent_bytes / row.samples if row.time is None else row.time.cost_s
 
 
@@ -271,7 +271,7 @@ def percent(row: PlanRow) -> str:
 
 
 def cost(planned: Plan, row: PlanRow) -> str:
-    """What a sample costs under a strategy, as text."""
+    """The cost of a sample under a strategy, as text."""
     seconds = "" if row.time is None else f"about {row.time.cost_s:.2g} s per sample; "
     if not planned.counts_sent(row):
         return f"{seconds}what it sends is not known"
@@ -295,11 +295,11 @@ def _on_host(planned: Plan, row: PlanRow) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What makes something safe.
+    """A change that makes a plan safe.
 
     Attributes:
-        words: The change: "With --checkpoint full".
-        row: What it comes to then.
+        words: The text: "With --checkpoint full".
+        row: The row of the plan with the change.
     """
 
     words: str
@@ -346,7 +346,7 @@ def smallest_change(planned: Plan) -> Change | None:
 
 
 def _changes(planned: Plan) -> Iterator[tuple[str, SearchSpace]]:
-    """What to try, the smallest change first: another strategy counts as one."""
+    """Changes to try, the smallest first: another strategy counts as one."""
     ladder = _ladder(planned)
     added, most = ladder[-1]
     if planned.load.has_gpu and planned.given.get("offload") is None and planned.model.has_shape:

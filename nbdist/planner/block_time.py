@@ -46,7 +46,7 @@ class Speeds:
         attention: Rate of attention by that of products.
         streams: The part of the memory's bandwidth that elementwise kernels reach.
         network, nvlink, pcie: The part of a link's rate that collectives reach.
-        contention: Of communication behind computation, the part by which that gets slower.
+        contention: The part by which communication behind computation slows that down.
         k_fill: Steps along the summed dimension that a tile loses to its begin and end.
         kernel_s: That a kernel takes on the device, however small.
         launch_s: That a kernel takes the host to launch, in eager mode.

@@ -1,4 +1,4 @@
-"""What was predicted of a step's memory beside what was measured of it."""
+"""The predicted memory of a step beside the measured memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StepCheck:
 
     Attributes:
         choice: The strategy of the step.
-        load: What it trained with.
+        load: The batch that it trained with.
         memory: Predicted, without what the allocator does not count.
         measured: On the rank that needed most.
     """

@@ -1,4 +1,4 @@
-"""What devices have: memory, bandwidth, arithmetic and links, as their data sheets say."""
+"""Devices' memory, bandwidth, arithmetic and links, as their data sheets say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbdist.core.topology import Topology
 from nbdist.errors import OptionError, did_you_mean
 from nbdist.monitor.samples import Sample
 
-# What is planned for where nothing else is known.
+# The device to plan for where no other is known.
 ASSUMED = "h100"
 _GB = 1e9
 _T = 1e12
@@ -30,7 +30,7 @@ class Device:
 
     Attributes:
         memory_bytes: Decimal, as on the data sheet. The driver shows up to 7 % more.
-        bandwidth: Of its memory, bytes per second; 0 where only the memory was typed, as are:
+        bandwidth: Memory bytes per second; 0 where only the memory was typed, as are:
         half_flops: Products of matrices in bf16 (fp16 where it has no bf16) without sparsity,
             operations per second.
         single_flops: In fp32, without TF32: torch's default.
@@ -196,7 +196,7 @@ def link_of(device: Device, n_ranks: int) -> Link | None:
 def device_of_ranks(
     topology: Topology, samples: Sequence[Sample] = ()
 ) -> tuple[Device | None, tuple[str, ...]]:
-    """What the running ranks have, and what is told of that; None where nobody knows its memory.
+    """The running ranks' device, and a note on it; None where its memory is not known.
 
     `samples` are the newest of the ranks: they have the memory of what is not in the catalogue.
     """

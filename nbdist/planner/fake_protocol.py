@@ -19,7 +19,7 @@ MARK = "nbdist-agent "
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a process needs to make a model without memory.
+    """The description with which a process makes a model without memory.
 
     Attributes:
         config: Of a model of transformers, as in its config.json; empty for another one.
@@ -52,7 +52,7 @@ class FakeRequest:
 
 @dataclass(frozen=True, slots=True)
 class FakeAnswer:
-    """What a fake run has counted, or why it could not.
+    """The counts of a fake run, or the reason why it failed.
 
     Attributes:
         memory: With `is_partial` where states are exact but no step could be run; None where

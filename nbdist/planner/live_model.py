@@ -28,7 +28,7 @@ class ParameterKind:
     """Parameters that are alike.
 
     Attributes:
-        dtype: As torch writes it, without "torch.".
+        dtype: torch's name, without "torch.".
         is_stacked: They are those of experts, which ep shares and tp leaves whole.
     """
 
@@ -47,17 +47,17 @@ class LiveModel:
         name, title: The variable and its class.
         kinds: Its parameters; tied ones once.
         tied: Names of each parameter that has several.
-        experts: Of a layer; 0 where nbdist knows none.
+        experts: The number in a layer; 0 where nbdist knows none.
         blocks: "layers (12 x Block)"; empty where it has no list of blocks.
         config: As in a config.json; empty where it has none.
         optimizer: Class of what steps it; empty where no variable does.
         optimizer_word: The same as a key of workload.OPTIMIZERS; empty where it has none.
-        inputs: Shape and type of each tensor that it is called with; empty where nobody said.
-        inputs_shape: Of the first of them.
+        inputs: Shape and type of each tensor that it is called with; empty where unknown.
+        inputs_shape: The shape of the first of them.
         is_language_model: One of transformers that takes tokens and labels.
         lora: Its adapters, of one that PEFT has made with them.
         is_prepared: It is under the strategy that counts; else it is as the user wrote it.
-        digest: Of names, shapes, types: equal on ranks with like models.
+        digest: A hash of names, shapes, types: equal on ranks with like models.
         source: What makes it in another process; empty on ranks that were not asked for it.
         problem: Why it cannot be made there; a phrase.
     """
@@ -153,7 +153,7 @@ def load_of(live: LiveModel, load: Workload, optimizer: str | None = None) -> Wo
 
 
 def described(live: LiveModel) -> tuple[str, ...]:
-    """What the model is, a line each."""
+    """Lines that describe the model."""
     kinds = ", ".join(
         f"{kind.count:,} {kind.dtype} {'trained' if kind.is_trained else 'frozen'} "
         f"{'in experts ' if kind.is_stacked else ''}({_size(kind.size_bytes)})"

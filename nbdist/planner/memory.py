@@ -49,14 +49,14 @@ class Memory:
         step: The optimizer needs it while it steps, when activations are gone.
         overhead: CUDA's context and libraries.
         host, disk: In the CPU's memory, and on its NVMe; no part of the sum.
-        engine: What the numbers come from.
+        engine: The source of the numbers.
         forward: The most of activations and buffers that are there together; 0 for their sum.
         backward: The same where all gradients are there: at backward's end.
         most: Of a run, the most at one time in forward and backward, without the optimizer's
             state; 0 of formulas.
         keeps_gradients: They are there while a forward runs: of backwards before it, which are
             accumulated, of micro-batches before it, or in buffers of DeepSpeed's.
-        is_partial: Activations are not counted: nobody knows them. The peak is then more.
+        is_partial: Activations are not counted: they are not known. The peak is then more.
         note: Why another engine than the one that was asked for has counted; a phrase.
     """
 

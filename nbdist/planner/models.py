@@ -30,7 +30,7 @@ class ModelShape:
         has_shape: False of a live model of another kind: its number of parameters is known, and
             `shape` says nothing of it.
         frozen: So many of the parameters have no gradient.
-        experts: Of a layer; 0 without.
+        experts: The number in a layer; 0 without.
     """
 
     name: str

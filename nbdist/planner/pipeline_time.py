@@ -14,7 +14,7 @@ MOST_EVENTS = 2_000
 def order_of(
     schedule: str, stages: int, stage: int, pieces: int, chunks: int = 1
 ) -> list[Operation]:
-    """What a stage does, in order.
+    """The operations of a stage, in order.
 
     gpipe runs all forwards, then all backwards; 1f1b warms up with a forward for each stage after
     it and then alternates (https://arxiv.org/abs/2104.04473, section 2.2); interleaved deals

@@ -47,11 +47,11 @@ class SearchSpace:
         ranks_on: The hosts, as strategy.choose.choose takes them.
         copies: dp beside tp or pp keeps whole copies of what these leave, as Megatron does; nbdist
             itself shards there.
-        precisions: Of a search, where none was typed.
+        precisions: The precisions of a search, where none was typed.
         each: Samples for each rank, where only these were asked for: more ranks train more.
-        assumed: What was not typed, a phrase each.
-        live: What more is known of a live model, a line each.
-        price: Of an hour of one device, in any currency; 0 where none was named.
+        assumed: A phrase for each assumption about values that were not typed.
+        live: Lines of further facts on a live model.
+        price: The price of an hour of one device, in any currency; 0 where none was named.
         tokens: That are to be trained on; 0 likewise.
     """
 
@@ -90,7 +90,7 @@ class Candidate:
 
     @property
     def mesh(self) -> tuple[str, object]:
-        """What candidates have in common that differ in options and batch alone."""
+        """The common part of candidates that differ in options and batch alone."""
         return self.choice.name, self.choice.degrees
 
 
@@ -99,11 +99,11 @@ class PlanRow:
     """A model under one strategy.
 
     Attributes:
-        typed: As it is typed after --strategy.
+        typed: The text to type after --strategy.
         choice: The strategy with its degrees; None where it does not go with the model or ranks.
         problem: Why it does not; a sentence.
-        memory: Of the rank that needs most.
-        share: Of the device's memory.
+        memory: The memory of the rank that needs most.
+        share: The share of the device's memory.
         host_share: Of a rank's share of its host's memory, where that is known: what is offloaded.
         sent_bytes: That a rank sends in a step of the optimizer.
         samples: That all ranks train on in it.
@@ -194,7 +194,7 @@ def plan(
 ) -> Plan:
     """A row for each strategy, or one for a strategy or degrees that were typed.
 
-    `progress` is told what is counted now: words, done, total, unit.
+    `progress` is called with the work being counted: words, done, total, unit.
 
     Raises:
         OptionError: If a word does not exist, or the one strategy that was typed does not fit.

@@ -39,8 +39,8 @@ class PickledModel:
     """What a rank sends of a live model, its tensors on meta.
 
     Attributes:
-        model: As the user wrote it, under no strategy.
-        args, kwargs: What it is called with; None where that is not known.
+        model: The user's module, under no strategy.
+        args, kwargs: The arguments of a call; None where they are not known.
         optimizer: Class and defaults of what steps it.
     """
 

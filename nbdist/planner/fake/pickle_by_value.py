@@ -35,7 +35,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` has written. Tensors are on meta."""
+    """Read the text that `dumps` has written. Tensors are on meta."""
     return pickle.loads(data)  # noqa: S301
 
 

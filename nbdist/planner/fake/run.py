@@ -31,7 +31,7 @@ from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.tensor_layout import local_shape, owners
 
-# What a rank holds of each parameter and buffer; None for nothing.
+# The part of each parameter and buffer that a rank holds; None for no part.
 Shapes = dict[str, tuple[int, ...] | None]
 
 _CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ _NOT_RUN = {
 
 
 def answer(request: FakeRequest, source: Source) -> FakeAnswer:
-    """Count one case; whatever happens is told, nothing is raised."""
+    """Count one case; a failure is reported, not raised."""
     try:
         with fake_world(request.choice.world_size):
             return _counted(request.choice, request.load, source)
@@ -92,7 +92,7 @@ def _check(choice: Strategy, load: Workload) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank holds.
+    """The memory that one rank holds.
 
     Attributes:
         parameters, trained: Bytes of all, and of those that have gradients.

@@ -65,7 +65,7 @@ def make_plan(
         model: A number of parameters, a name, the path of a config.json, a config (a mapping, or
             anything with `to_dict`, as transformers' configs), or a model that has such a config.
             Where ranks run, also the name of a variable there that is a model.
-        request: What is planned, and on what.
+        request: The options of the plan: devices, batch, search.
         given: Degrees and options.
         running: None where no ranks run.
 
@@ -262,5 +262,5 @@ def check_step(
     fake = FakeEngine(live.source, otherwise=otherwise, problem=live.problem, progress=tell)
     with fake as engine:
         memory = engine(shape_of(live), accumulating(choice, load), load)
-    # What CUDA's context and libraries take is not in the allocator's count.
+    # The allocator's count lacks the memory of CUDA's context and libraries.
     return StepCheck(live, choice, load, replace(memory, overhead=0.0), measured)
