@@ -46,7 +46,7 @@ measure: RankFunction[[str, int, float], Timing] = RankFunction("nbdist.bandwidt
 
 
 class Bandwidth:
-    """What was measured between a session's ranks.
+    """Measures bandwidth between a session's ranks, and keeps the newest measurement.
 
     Attributes:
         last: The newest measurement; None before the first.
@@ -190,7 +190,7 @@ class _Measurement:
 
 
 def next_cost_s(costs: Sequence[tuple[int, float]], size: int) -> float:
-    """What a size will take at least, on the line through the last two; 0 where there are fewer.
+    """Least seconds a size will take, on the line through the last two; 0 for fewer than two.
 
     Noise makes such lines steep: never more than in proportion to the size. `costs` are smaller
     sizes, rising, and the seconds that each would have taken at least.
@@ -250,7 +250,7 @@ def save(bench: Bench, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Bench:
-    """What `save` has written.
+    """Read a measurement that `save` has written.
 
     Raises:
         OptionError: If it cannot be read, or is something else.

@@ -1,4 +1,4 @@
-"""What links can carry: one direction of one device's link, in bytes per second.
+"""Capacities of links: one direction of one device's link, in bytes per second.
 
 Bus bandwidth (bandwidth/results.py) is what one rank sends, so it is compared with one direction.
 Data sheets of NVLink, and many tables of PCIe, give the sum of both.

@@ -129,7 +129,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _of(rank: int) -> Values:
-    """What a rank has at each place of its tensor."""
+    """Function from places of a rank's tensor to the values there."""
     return lambda places: (places % PERIOD + rank).float()
 
 

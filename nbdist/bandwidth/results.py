@@ -66,7 +66,7 @@ def parse_ops(text: str | Sequence[str] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one rank has measured of one operation and size.
+    """Measurement of one operation and size by one rank.
 
     Attributes:
         times_s: Of each run, in order.
@@ -108,7 +108,7 @@ class BandwidthRow:
 
 
 def merge_timings(op: str, size_bytes: int, timings: Sequence[Timing]) -> BandwidthRow:
-    """What all ranks' timings of the same runs come to, in rank order."""
+    """Merge all ranks' timings of the same runs, given in rank order, into one row."""
     slowest = [max(run) for run in zip(*(timing.times_s for timing in timings), strict=True)]
     wrong = tuple(rank for rank, timing in enumerate(timings) if not timing.is_right)
     return BandwidthRow(op, size_bytes, statistics.median(slowest), len(slowest), wrong)
@@ -163,7 +163,7 @@ def fit_model(rows: Iterable[BandwidthRow], n: int) -> LinkModel:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What `%dist_bench` has measured.
+    """Result of `%dist_bench`.
 
     Attributes:
         world_size, n_hosts: Ranks, and on how many hosts.
@@ -238,7 +238,7 @@ def dumps(bench: Bench) -> str:
 
 
 def loads(text: str) -> Bench:
-    """What `dumps` has written.
+    """Read a result from the text that `dumps` has written.
 
     Raises:
         OptionError: If it is something else, or incomplete.

@@ -46,7 +46,7 @@ def bench(result: Bench, *, has_picture: bool = True) -> View:
 
 
 def _head(result: Bench) -> list[str]:
-    """Where it was measured; the fastest row, and between which links it lies, if that counts."""
+    """Lines on where it was measured, on the fastest row, and on its links if that counts."""
     hosts = "1 host" if result.n_hosts == 1 else f"{result.n_hosts} hosts"
     n = result.world_size
     head = [f"{n} ranks on {hosts}, {shown(result.backend)}, {shown(result.device)}"]

@@ -167,7 +167,7 @@ class JournalReader:
         return messages
 
     def _read_head(self, data: bytes) -> int:
-        """Where records begin; 0 before the first line is whole."""
+        """Read the first line and return the offset of the records; 0 before the line is whole."""
         if not b"{".startswith(data[:1]):
             raise ValueError(f"{data[:1]!r} begins no journal")
         line, newline, _ = data.partition(b"\n")

@@ -235,7 +235,7 @@ class LineMerger:
         lines.has_ended = True
 
     def due(self, now_s: float) -> list[Line | Bar | Attachment]:
-        """What can be shown now, in order."""
+        """Take the items that can be shown now, in order."""
         events: list[Line | Bar | Attachment] = []
         while True:
             for lines in self._ranks.values():

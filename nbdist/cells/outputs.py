@@ -191,7 +191,7 @@ class OutputReducer:
             merger.end(rank, now_s)
 
     def due(self, now_s: float) -> list[Event]:
-        """What can be shown now, in order."""
+        """Take the events that can be shown now, in order."""
         events: list[Event] = [] if self._is_patient else self._late_displays()
         for merger in self._mergers.values():
             for event in merger.due(now_s):

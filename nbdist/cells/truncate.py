@@ -103,7 +103,7 @@ class Clip:
 
 
 def _end_of(text: str, lines: int) -> int:
-    """Where so many lines of a text end; its own end where it has not so many."""
+    """Offset at which so many lines of a text end; the text's length where it has fewer."""
     end = 0
     for _ in range(lines):
         end = text.find("\n", end) + 1

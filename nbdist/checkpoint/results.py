@@ -70,7 +70,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What one rank reports after a load.
+    """Report of one rank after a load.
 
     Attributes:
         models, optimizers: Their names here.

@@ -15,7 +15,7 @@ PARTS = ("compute", "communication", "copy", "data", "idle")
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """What one rank holds of the models that a cell trains, in bytes.
+    """Bytes that one rank holds of the models that a cell trains.
 
     Attributes:
         gradients_bytes: Of gradients right after an optimizer's step.

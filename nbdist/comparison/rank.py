@@ -90,7 +90,7 @@ def start_peak_memory() -> None:
 
 
 def peak_memory() -> CellMemory:
-    """What this rank's memory came to since `start_peak_memory`."""
+    """Memory of this rank at its peak since `start_peak_memory`."""
     watch = _state.watch
     _stop_watching()
     if not watch.held.total_bytes:
@@ -136,7 +136,7 @@ def _stepped_models(optimizers: list[Optimizer]) -> list[Prepared]:
 
 
 def _held_memory(optimizers: list[Optimizer]) -> HeldMemory:
-    """What lies on this rank of prepared models, and of what these optimizers step."""
+    """Memory on this rank of prepared models, and of the parameters these optimizers step."""
     groups = [
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     ]

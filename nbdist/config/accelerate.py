@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration of Accelerate, whatever its distributed_type.
+"""Rules for a configuration of Accelerate, whatever its distributed_type.
 
 config.fsdp has the rules of FSDP, meshes and Megatron-LM.
 """

@@ -13,7 +13,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Where a file has the samples of a step, those of a rank at once, and the backwards."""
+    """Paths of keys: the samples of a step, those of a rank at once, and the backwards."""
 
     whole: Path = ("train_batch_size",)
     micro: Path = ("train_micro_batch_size_per_gpu",)
@@ -119,7 +119,7 @@ def _mismatch(
 def _without_ranks(
     notes: Report, names: Batch, whole: int | None, micro: int | None, accumulation: int | None
 ) -> None:
-    """What the numbers say by themselves: for how many ranks they are."""
+    """Check the numbers without a count of ranks, and say how many ranks fit them."""
     if whole is None:
         return
     step = (micro or 1) * (accumulation or 1)

@@ -40,7 +40,7 @@ def kind_of(document: Document) -> str:
 
 
 def check(document: Document, around: CheckContext) -> Checked:
-    """What is wrong with a configuration, and with those that count together with it.
+    """Check a configuration, and those that count together with it.
 
     Where nobody says how many ranks there are, the file does.
     """

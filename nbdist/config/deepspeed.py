@@ -1,4 +1,4 @@
-"""What can be wrong with a DeepSpeed JSON.
+"""Rules for a DeepSpeed JSON.
 
 The rules are those of DeepSpeed's documentation (https://www.deepspeed.ai/docs/config-json/) and
 of Accelerate, which reads such files too.

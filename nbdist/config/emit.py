@@ -28,7 +28,7 @@ _ONLY_SCRIPT = "in the script, as no configuration of Accelerate has it: "
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is to be configured.
+    """Strategy, hosts, device and model that a configuration is written for.
 
     Attributes:
         hosts: On how many hosts, with as many ranks on each.
@@ -157,7 +157,7 @@ def deepspeed_text(setting: Setting) -> str | Refusal:
 
 
 def notes(setting: Setting) -> tuple[str, ...]:
-    """What the configurations do not say, or do otherwise than nbdist; a line each."""
+    """Notes on what the configurations leave out or do otherwise than nbdist; a line each."""
     choice, options = setting.choice, setting.choice.options
     lines: list[str] = []
     if choice.name == "single" and choice.world_size > 1:
@@ -281,7 +281,7 @@ def _refusal(choice: Strategy) -> str:
 
 
 def run_line(choice: Strategy, script: str = SCRIPT) -> str:
-    """What starts a script on ranks under a strategy, with nbdist."""
+    """Command line that starts a script on ranks under a strategy, with nbdist."""
     degrees = choice.degrees
     several = [f"--{word} {count}" for word, count in degrees.by_word.items()]
     meshed = several if len(several) > 1 else []

@@ -1,4 +1,4 @@
-"""What can be wrong with FSDP, a mesh or Megatron-LM in a configuration of Accelerate."""
+"""Rules for FSDP, a mesh or Megatron-LM in a configuration of Accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training configuration with `train:` in it, as InstructLab's, says of batch and precision.
+"""Rules for batch and precision in a training configuration with `train:`, as InstructLab's.
 
 Its other keys differ between versions and are not checked: that is said in the output.
 """
@@ -54,7 +54,7 @@ def check(notes: Report, around: CheckContext) -> None:
 
 
 def _beside(notes: Report, other: Document) -> None:
-    """What DeepSpeed's file says otherwise."""
+    """Report the values that DeepSpeed's file sets otherwise."""
     on = deepspeed.precision_of(other)
     precision = notes.document.value("train", "mixed_precision")
     if len(on) == 1 and precision in ("fp16", "bf16") and precision != on[0]:

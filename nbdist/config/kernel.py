@@ -13,7 +13,7 @@ block_classes: RankFunction[[], tuple[str, ...]] = RankFunction("nbdist.config.r
 
 
 def setting(ranks: Ranks, choice: Strategy, hosts: int | None, device: str) -> Setting:
-    """What counts on the ranks now: strategy, hosts, device, and the blocks of rank 0's models.
+    """Setting of the ranks now: strategy, hosts, device, and the blocks of rank 0's models.
 
     On so many hosts as the ranks are on where `hosts` is None, on their device where that is "".
 

@@ -1,4 +1,4 @@
-"""What starts a script under a strategy: a torchrun line, and a batch script for Slurm."""
+"""Writes files that start a script under a strategy: a torchrun line, a Slurm batch script."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _NAMED = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 
 
 def environment(setting: Setting) -> dict[str, str] | Refusal:
-    """What Accelerate reads from the environment, so that torchrun is enough to start it.
+    """Variables of the environment for Accelerate, so that torchrun is enough to start it.
 
     `accelerate launch` sets the same of the YAML (a test compares them).
     """

@@ -1,4 +1,4 @@
-"""What a check of a configuration says: findings with the changes that would mend them."""
+"""Report of a check of a configuration: findings with the changes that would mend them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class CheckContext:
-    """What is known beside the file.
+    """Facts known beside the file, as the count of ranks and other files.
 
     Attributes:
         ranks: How many there will be; None where nobody says.
@@ -262,7 +262,7 @@ def _type(value: Any) -> str:
 
 
 def findings_of(checked: Checked, name: str) -> Iterator[ConfigFinding]:
-    """What is bad or unwise in another file, with its name; without the changes."""
+    """Findings of another file that are bad or unwise, with its name; without the changes."""
     for finding in checked.findings:
         if finding.verdict != OK:
             where = f"{name}, line {finding.line}" if finding.line else name

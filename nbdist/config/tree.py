@@ -68,7 +68,7 @@ class ConfigEntry:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """What the format does not allow, and was read nevertheless.
+    """Defect that the format does not allow, and that was read nevertheless.
 
     Attributes:
         line: From 1.
@@ -105,7 +105,7 @@ class Document:
     flaws: tuple[Flaw, ...] = ()
 
     def entry(self, *path: str) -> ConfigEntry | None:
-        """What stands under a path of keys; None where nothing does. The last of two counts."""
+        """Find the entry under a path of keys; None where there is none. The last of two counts."""
         entries, entry = self.root.entries, None
         for key in path:
             entry = next((e for e in reversed(entries or ()) if e.key == key), None)
@@ -127,7 +127,7 @@ class Document:
         return () if node is None else node.entries or ()
 
     def node(self, *path: str) -> Node | None:
-        """What is under a path; the whole without one, None where nothing stands there."""
+        """Find the node under a path; the root without a path, None where there is no node."""
         entry = self.entry(*path)
         return self.root if not path else entry.node if entry else None
 

@@ -1,4 +1,4 @@
-"""What `%dist_config` shows: a strategy as configurations, or what is wrong with a file."""
+"""View of `%dist_config`: a strategy as configurations, or the findings in a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checked(result: Checked, done: Sequence[str] = (), name: str = "") -> CheckV
 
 
 def corrected(before: Checked, after: Checked, change_lines: Sequence[str], path: str) -> CheckView:
-    """What was changed, a line each, and what is found in the corrected file at a path."""
+    """View of the changes, a line each, and of the findings in the corrected file at a path."""
     changes = [f"  {line}" for line in change_lines] or ["  none: there is no automatic correction"]
     was = "could not run" if before.is_bad else "could run"
     lines = [f"{before.document.name} {was}; {path} is written with these changes:", *changes, ""]

@@ -216,7 +216,7 @@ class CellOutcome:
         raise Interrupted((after + self._interrupted_at(result)).lstrip())
 
     def _interrupted_at(self, result: CellResult) -> str:
-        """Where the ranks were, a line for each place: `[0-1] at line 3 of cell [4]: sleep(9)`.
+        """Places of interrupted ranks, a line each: `[0-1] at line 3 of cell [4]: sleep(9)`.
 
         Ranks that had ended the cell are named only beside others.
         """

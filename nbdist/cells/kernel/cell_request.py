@@ -12,7 +12,7 @@ from nbdist.rpc.kernel.channel import Message, failure_of
 
 
 class Sink(Protocol):
-    """Where a cell's output goes."""
+    """Receiver of a cell's output."""
 
     def draw(self, events: Sequence[Event]) -> None:
         """Show these events, in order."""

@@ -67,7 +67,7 @@ class HangPolicy:
 
     @property
     def places(self) -> Mapping[int, str]:
-        """Where in the user's code ranks are, as far as they have answered."""
+        """Places of ranks in the user's code, as far as they have answered."""
         return self._watchdog.places
 
     @property

@@ -155,7 +155,7 @@ class ChunkLoadPlanner(LoadPlanner):
         raise AssertionError(read_item)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where a box is copied to, in the local tensor."""
+        """Part of the local tensor that a box is copied to."""
         target, _ = self._wanted[read_item.dest_index.fqn]
         for dim, (start, n) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)

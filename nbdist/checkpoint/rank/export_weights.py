@@ -50,7 +50,7 @@ Gather = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class ExportContents:
-    """What the file will hold; the same on every rank.
+    """Contents of the file to be written; the same on every rank.
 
     Attributes:
         weights: In the order of the file, each tensor once.
@@ -347,7 +347,7 @@ def _plain(base: torch.nn.Module) -> _Source:
 
 
 def _contents(source: _Source) -> ExportContents:
-    """What the file will hold. This rank alone."""
+    """Collect the contents of the file to be written. This rank alone."""
     weights: dict[str, SavedTensor] = {}
     tied = {}
     for name, first in source.names.items():

@@ -166,7 +166,7 @@ def merged_names(
 
 
 def _kept(module: Any, adapter: str) -> tuple[str, bool]:
-    """What stands before the names in a module of PEFT that remain, and whether it merges."""
+    """Prefix of the names in a module of PEFT that remain, and whether the module merges."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 

@@ -1,4 +1,4 @@
-"""What is no large tensor: groups, schedulers, scaler, loaders, own objects, random generators.
+"""State beside large tensors: groups, schedulers, scaler, loaders, own objects, generators.
 
 All of it is one file of torch.save's, which torch.load reads with `weights_only`: it can hold
 numbers, texts, lists, dicts and tensors, and nothing that runs.
@@ -113,7 +113,7 @@ def _saved(generators: Generators) -> dict[str, Any]:
 
 
 def loads(data: bytes) -> dict[str, Any]:
-    """What `as_bytes` gave; nothing in it is run.
+    """Read the state that `as_bytes` gave; nothing in it is run.
 
     Raises:
         CheckpointError: It is something else.

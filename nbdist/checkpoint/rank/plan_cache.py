@@ -246,7 +246,7 @@ def _recall(plan: _Plan) -> LiveObjects | None:
 
 
 def _numbers(plan: _Plan, values: Mapping[_Key, Any]) -> Numbers | None:
-    """What optimizers remember that is one number for all parameters; None where it is several."""
+    """Optimizers' state that is one number for all parameters; None where numbers differ."""
     numbers: Numbers = {}
     for at, (_, _, before) in enumerate(plan.optimizers):
         for (name, key), entry in before.entries.items():

@@ -64,12 +64,12 @@ class RankSave:
 
     @property
     def path(self) -> Path:
-        """Where the checkpoint will be."""
+        """Path at which the checkpoint will be."""
         return Path(self.job.path)
 
     @property
     def folder(self) -> Path:
-        """Where it is written; exists by now."""
+        """Folder in which the checkpoint is written; exists by now."""
         assert self.new is not None
         return self.new
 
@@ -158,7 +158,7 @@ def _finish(save: RankSave) -> None:
 
 
 def _write_results(contents: CheckpointTensors, results: list[dict[str, Any]]) -> list[WriteResult]:
-    """Where each box lies, for DCP's writer, under each of a tensor's names."""
+    """Place of each box in the files, for DCP's writer, under each of a tensor's names."""
     write_results = []
     for result in results:
         for name, offsets, file, at, length in result["boxes"]:

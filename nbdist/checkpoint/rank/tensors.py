@@ -145,7 +145,7 @@ def state_side(optimizer: PreparedOptimizer, key: str) -> Placement:
 
 
 def state_path(optimizer: PreparedOptimizer, key: str, state: str) -> tuple[str, ...]:
-    """Where a state stands in a checkpoint."""
+    """Path of a state's keys in a checkpoint."""
     _, first, _ = optimizer.stepper.names[key]
     model = optimizer.labels[key].removesuffix(f".{first}")
     return (OPTIMIZER, optimizer.name, model, first, state)

@@ -96,7 +96,7 @@ class _Stream(io.RawIOBase):
 
 
 class _Files(FileSystem):
-    """Where torch's writer opens its files."""
+    """File system in which torch's writer opens its files; notes each file written."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter

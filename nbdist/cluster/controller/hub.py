@@ -43,7 +43,7 @@ class Controller(IPController):  # type: ignore[misc]
         return int(super().next_port(pool_name))
 
     def construct_url(self, kind: str, channel: str, index: Any = None) -> str:
-        """Where a channel is; as engines and clients write it, with a colon (ipyparallel 9.2)."""
+        """Address of a channel; as engines and clients write it, with a colon (ipyparallel 9.2)."""
         url = str(super().construct_url(kind, channel, index))
         place, _, name = url.rpartition("-")
         return f"{place}:{name}" if url.startswith("ipc://") else url

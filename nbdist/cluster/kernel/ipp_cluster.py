@@ -216,7 +216,7 @@ def listen(config: Config, hosts: Sequence[str] = (), *, is_kept: bool = False) 
 
 
 def _bound_addresses(args: Sequence[str]) -> list[str]:
-    """Where the controller's options let it listen: `--ip=ADDRESS`, or `--ip` and then the address.
+    """Addresses the controller listens on by its options: `--ip=ADDRESS` or `--ip ADDRESS`.
 
     An option that is the last has no value, which counts as every address.
     """

@@ -1,4 +1,4 @@
-"""Where profiles (kinds of cluster) are found: the user's own first, then the shipped ones."""
+"""Finds profiles (kinds of cluster): the user's own first, then the shipped ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def available() -> dict[str, Path]:
 
 
 def place(name: str) -> str:
-    """Where a profile's file is, as a line for the user who starts ranks by it."""
+    """Line with the path of a profile's file, for the user who starts ranks by it."""
     return f"Profile {name}: {shown(available()[name] / CONFIG_FILE)}"
 
 

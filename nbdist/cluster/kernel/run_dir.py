@@ -41,7 +41,7 @@ WHAT_NOW = "%dist_init starts new ones."
 
 
 def place() -> Path:
-    """Where the folder of this user's runs is, whether it is there or not."""
+    """Folder of this user's runs, whether it exists or not."""
     return Path(tempfile.gettempdir()) / f"nbdist-{os.getuid()}"
 
 
