@@ -35,7 +35,7 @@ class OomCounts:
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What an ended rank left behind."""
+    """Files and counts that an ended rank left behind."""
 
     crash_text: str = ""  # by its faulthandler
     cells: Mapping[str, int] | None = None  # file name of a cell's code -> the cell's number

@@ -175,7 +175,7 @@ def traceback_text(failures: Sequence[RankFailure]) -> str:
 
 
 def advice(failures: Iterable[RankFailure]) -> str:
-    """What to do about the first cause that something is known of, and who else has the like."""
+    """Advice on the first cause that has any, and the other ranks that ran out of memory too."""
     advised = [failure for failure in root_cause_first(failures) if failure.advice]
     if not advised:
         return ""

@@ -1,4 +1,4 @@
-"""What a check or a rule has found: what, why that matters, and what to do."""
+"""Finding of a check or a rule: what it is, why that matters, and what to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is there, whether that is well, why, and what to do.
+    """Observation with a verdict, its reason, and advice.
 
     Attributes:
         name: What was looked at, or the rule that found it.
@@ -82,7 +82,7 @@ class RuleHit:
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Scene]):
-    """What is looked for in a scene (a rank, or all of them); why and what are as in Finding."""
+    """Rule that looks for something in a scene (a rank, or all); why and what as in Finding."""
 
     name: str
     look: Callable[[Scene], RuleHit | None]
@@ -90,7 +90,7 @@ class Rule(Generic[Scene]):
     what: str
 
     def finding(self, hit: RuleHit) -> Finding:
-        """What was found, with why and what to do."""
+        """Make a Finding of a hit, with why and what to do."""
         return Finding(
             self.name, hit.found, WARN, self.why, self.what,
             hit.ranks, hit.share, hit.places, hit.spots,
@@ -98,7 +98,7 @@ class Rule(Generic[Scene]):
 
 
 def on_ranks(rules: Sequence[Rule[Scene]], scenes: Mapping[int, Scene]) -> tuple[Finding, ...]:
-    """What rules find on ranks, each in the scene of one rank; the largest share first.
+    """Apply rules to ranks, each in the scene of one rank; the largest share comes first.
 
     One finding for each rule, with the numbers and lines of the rank where it is worst, and the
     longest stretches of all.

@@ -98,7 +98,7 @@ class GpuReadings:
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
-        """What can be chosen for ranks."""
+        """GPUs that can be chosen for ranks."""
         return tuple(Gpu(gpu.index, gpu.uuid, gpu.name) for gpu in self.gpus)
 
     def of(self, uuid: str) -> GpuReading | None:
@@ -155,7 +155,7 @@ ReadGpus = Callable[[], GpuReadings]
 
 @contextlib.contextmanager
 def open_driver() -> Iterator[ReadGpus]:
-    """What reads all GPUs of this host, any number of times while this is open.
+    """Open a reader of all GPUs of this host, to be called any number of times while open.
 
     NVML, else nvidia-smi. Where there is neither, device files are counted.
 
@@ -275,7 +275,7 @@ class Nvml:
         )
 
     def _ask(self, functions: str, *arguments: Any, **options: Any) -> Any:
-        """What the first of these functions answers; None where nobody has such a number.
+        """Answer of the first of these functions that has one; None where nothing has the number.
 
         Neither this GPU, nor this driver, nor this nvidia-ml-py.
         """

@@ -12,7 +12,7 @@ from nbdist.core import procfs
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a process id belongs to.
+    """Host, boot and process space that a process id belongs to.
 
     Attributes:
         boot: Another one after each start of the system; empty where there is none (macOS).
@@ -37,7 +37,7 @@ def usable_cores() -> int:
 
 
 def this_machine() -> Machine:
-    """What tells this machine, this boot of it and this container from others."""
+    """Identify this machine, this boot of it and this container among others."""
     pid_space = procfs.link(procfs.PROC / "self/ns/pid")
     return Machine(socket.gethostname(), procfs.boot_id(), pid_space)
 

@@ -1,4 +1,4 @@
-"""What is typed after a verb: options as records, read from text, and records made of options."""
+"""Options typed after a verb: as records, read from text, and records made of options."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def switch(help_text: str, *flags: str) -> Any:
 
 
 def options_of(record: type) -> tuple[Option, ...]:
-    """What the fields of a record are typed as, in their order."""
+    """Options of the fields of a record, in their order."""
     rows = [(row.name, row.metadata["option"]) for row in fields(record) if row.metadata]
     return tuple(
         replace(row, flags=row.flags or (f"--{name.replace('_', '-')}",), name=name)
@@ -111,7 +111,7 @@ def duration(text: str) -> float:
 
 
 def whole_number(what: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:
-    """What reads a number from least to most; of any other text it says that it is not `what`."""
+    """Make a reader of numbers from least to most, which rejects other text as not `what`."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:

@@ -1,4 +1,4 @@
-"""What Linux tells of processes and control groups in files; empty or None where it does not."""
+"""Reads Linux's files on processes and control groups; empty or None where there are none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text(path: Path, start: int = 0) -> str:
 
 
 def link(path: Path) -> str:
-    """Where a link leads; empty where there is none."""
+    """Target of a link; empty where there is none."""
     try:
         return str(path.readlink())
     except OSError:

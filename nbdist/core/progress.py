@@ -81,7 +81,7 @@ class Progress:
 
 
 def together(by_rank: Mapping[int, Progress | None]) -> Progress | None:
-    """What all ranks come to: the record of the one that is last, with where the others are.
+    """Merge all ranks' progress: the record of the last one, with the places of the others.
 
     None is a rank that does nothing that is told of.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What this process remembers of the group that it has joined."""
+    """Record of the group that this process has joined."""
 
     place: RankPlace
     topology: Topology

@@ -153,7 +153,7 @@ def _refuse(data: bytes, at: int) -> NoReturn:
 
 
 def _name(data: bytes, at: int) -> str:
-    """What an instruction imports: two lines behind it, or the two texts before it."""
+    """Name that an instruction imports: two lines after it, or the two texts before it."""
     if _INSTRUCTIONS[data[at]].name in {"GLOBAL", "INST"}:
         texts = data[at + 1 : at + 401].split(b"\n")[:2]
     else:

@@ -49,7 +49,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """What a thread was doing."""
+    """Frames that a thread was in."""
 
     name: str  # or its number
     is_current: bool  # it is the one that crashed, or was asked

@@ -41,7 +41,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What one engine says about itself before it has a rank."""
+    """Report of one engine on itself, before it has a rank."""
 
     engine_id: int  # ipyparallel's; says nothing about the rank
     hostname: str  # containers may share one
@@ -64,7 +64,7 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where one rank runs; rank, local_rank and local_world_size are torchrun's."""
+    """Place of one rank; rank, local_rank and local_world_size are torchrun's."""
 
     engine_id: int
     rank: int

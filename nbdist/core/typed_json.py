@@ -55,7 +55,7 @@ class Value:
         )
 
     def get(self, key: str, default: Any = _NEEDED) -> Value:
-        """What a dict has under a key; without a default the key may not lack."""
+        """Value under a key of a dict; without a default the key may not lack."""
         value = self.mapping().get(key, default)
         if value is _NEEDED:
             raise Misfit(f"{self.where or 'it'} lacks {key!r}")
@@ -161,7 +161,7 @@ class Value:
         return kind(**values)
 
     def of_type(self, kind: Any) -> Any:
-        """What a type hint asks for; of unions only `X | None`, tuples and dicts of one kind."""
+        """Read as a type hint says; of unions only `X | None`, tuples and dicts of one kind."""
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
         if origin in (typing.Union, types.UnionType):
             return None if self.raw is None else self.of_type(inner[0])

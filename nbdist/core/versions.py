@@ -37,7 +37,7 @@ def torch_on_path() -> tuple[str | None, str]:
 
 
 def second_torch(imported: str | None, folder: str, noted: str | None) -> str:
-    """What to do about two torches on the path: the one imported, the one that pip knows.
+    """Advice on two torches on the path: the one imported, and the one that pip knows.
 
     Empty where they are one. A build's tag (+cpu) need not be in both.
     """
@@ -51,7 +51,7 @@ def second_torch(imported: str | None, folder: str, noted: str | None) -> str:
 
 
 def without_distributed(version: str, where: str) -> str:
-    """What to say of a torch that was built without torch.distributed."""
+    """Message on a torch that was built without torch.distributed."""
     return (
         f"torch {version} of {where} was built without torch.distributed, which nbdist needs. "
         f"Install another build: {where} -m pip install --force-reinstall torch"

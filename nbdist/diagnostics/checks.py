@@ -59,7 +59,7 @@ def system(facts: Facts) -> Iterator[Finding]:
 
 
 def _as_at_start(name: str, value: str, check: Callable[[], str | None]) -> Finding:
-    """What a start would say of it: refused, with a note, or nothing."""
+    """Finding from a check made at each start: refused, with a note, or nothing."""
     try:
         note = check()
     except StartError as error:
@@ -78,7 +78,7 @@ def python(facts: Facts) -> Iterator[Finding]:
 
 
 def packages(facts: Facts) -> Iterator[Finding]:
-    """What nbdist needs, by the packages' metadata."""
+    """Check the versions of the packages that nbdist needs, by their metadata."""
     for name, version in sorted(facts.packages.items()):
         oldest = OLDEST.get(name, "0")
         install = f"{facts.executable} -m pip install '{name}>={oldest}'"
@@ -206,7 +206,7 @@ def disk(facts: Facts) -> Iterator[Finding]:
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
-    """What the system lets one process have; ranks take it over from the notebook."""
+    """Check the system's limits for one process; ranks inherit them from the notebook."""
     files, processes = facts.limits.get("files"), facts.limits.get("processes")
     locked = facts.limits.get("locked memory")
     if files is not None:
@@ -264,7 +264,7 @@ def leftovers(facts: Facts) -> Iterator[Finding]:
 
 
 def _run(run: Run, how_kept: str) -> Finding:
-    """What a run is; `kept` says it of one that outlives its notebook."""
+    """Describe a run; `how_kept` says how it outlives its notebook, if it does."""
     count = len(run.processes)
     state = f"{how_kept or run.state}, {count} process{'es' if count != 1 else ''}"
     if run.shm_files:

@@ -23,7 +23,7 @@ _REMOVE = "remove it from the environment and restart the kernel"
 
 @dataclass(frozen=True, slots=True)
 class HostContext:
-    """What a value is judged against.
+    """Facts of the host that a variable's value is judged against.
 
     Attributes:
         gpus: All of the machine.

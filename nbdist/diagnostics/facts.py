@@ -1,4 +1,4 @@
-"""What `%dist_doctor` knows of a machine before it judges."""
+"""Facts on a machine that `%dist_doctor` gathers before it judges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was found on this machine.
+    """Facts on this machine.
 
     Attributes:
         packages: Name -> version of what nbdist needs; None where it is not installed.

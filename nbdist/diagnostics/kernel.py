@@ -1,4 +1,4 @@
-"""What `%dist_doctor` judges: collected here, without torch and without touching a GPU."""
+"""Collects the facts for `%dist_doctor`, without torch and without touching a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 def collect(
     rank_hosts: Sequence[str] | None, debug: str = "off", gpus_typed: str | None = None
 ) -> Facts:
-    """What is to be known of this machine, with the --debug and --gpus of the ranks that run.
+    """Collect the facts on this machine, with the --debug and --gpus of the ranks that run.
 
     `rank_hosts` has the host of each rank; None where none run: then ranks are counted as of a
     start without -n.

@@ -1,4 +1,4 @@
-"""What a host has to reach others with: interfaces, RDMA devices, NCCL's plugin, and NCCL's word.
+"""Links of a host to others: interfaces, RDMA devices, NCCL's plugin, and NCCL's word.
 
 Read from files that Linux keeps, without torch. Elsewhere there are none, and lists are empty.
 """
@@ -91,7 +91,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class NcclLog:
-    """What NCCL has written of itself on one rank.
+    """Summary of NCCL's log on one rank.
 
     Attributes:
         network: Between hosts: "Socket", "IB", "Libfabric", a plugin's; "" before a communicator.
@@ -104,7 +104,7 @@ class NcclLog:
 
 @dataclass(frozen=True, slots=True)
 class RankLinks:
-    """What one rank sees of its host's links, and what it uses.
+    """Links of its host that one rank sees, and those it uses.
 
     Attributes:
         n_efa_without_driver: EFA devices that no driver serves.
@@ -127,7 +127,7 @@ class RankLinks:
 def read_links(
     entries: Mapping[str, Sequence[Any]], environ: Mapping[str, str], gpus: GpuReadings
 ) -> RankLinks:
-    """What this host has; `entries` are the addresses as psutil.net_if_addrs lists them."""
+    """Read the links of this host; `entries` are addresses as by psutil.net_if_addrs."""
     families = {socket.AF_INET, socket.AF_INET6}
     addresses = {
         name: [e.address for e in its if e.family in families and "%" not in e.address]
@@ -144,7 +144,7 @@ def read_links(
 
 
 def parse_nccl_log(text: str) -> NcclLog:
-    """What NCCL says of its network; of several communicators the newest."""
+    """Read NCCL's network from its log; of several communicators the newest."""
     networks = _NETWORK.findall(text)
     return NcclLog(networks[-1] if networks else "", tuple(sorted(set(_VIA.findall(text)))))
 

@@ -1,4 +1,4 @@
-"""What a rank tells of the links of its host, and what NCCL says in it."""
+"""Report of a rank on the links of its host, and on NCCL's log in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log: int | None = None
 
 
 def describe_links() -> RankLinks:
-    """What this rank's host has, which interface the rank uses, and which network NCCL."""
+    """Describe the links of this rank's host, its interface, and the network of NCCL."""
     this = this_rank()
     readings = gpus.GpuReadings() if this.place.device == "cpu" else gpus.read_once()
     its_links = links.read_links(psutil.net_if_addrs(), os.environ, readings)
@@ -51,7 +51,7 @@ def captured_nccl_log(*, is_wanted: bool) -> Iterator[None]:
 
 
 def read_nccl_log() -> NcclLog | None:
-    """What NCCL has written so far; None where it was not asked."""
+    """Read NCCL's log so far; None where none was asked for."""
     if _log is None:
         return None
     text = os.pread(_log, os.fstat(_log).st_size, 0).decode(errors="replace")

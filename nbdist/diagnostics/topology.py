@@ -50,7 +50,7 @@ class HostLinks:
 
     @property
     def any_rank(self) -> RankLinks:
-        """What is the same for all: interfaces and RDMA devices."""
+        """Links of one rank, for facts equal on all: interfaces and RDMA devices."""
         return self.links[0]
 
     @property
@@ -96,12 +96,12 @@ class LinkPicture:
 
     @property
     def axes(self) -> tuple[AxisPlace, ...]:
-        """Where the axes of the mesh lie."""
+        """Places of the mesh's axes on the hosts."""
         return () if self.strategy is None else hosts.places(self.strategy, self.ranks_on)
 
 
 def picture(topology: Topology, links: Sequence[RankLinks], strategy: Strategy) -> LinkPicture:
-    """What ranks have told, by their hosts; `links` is in rank order."""
+    """Group the ranks' reports by their hosts; `links` is in rank order."""
     return LinkPicture(
         tuple(
             HostLinks(
@@ -117,7 +117,7 @@ def picture(topology: Topology, links: Sequence[RankLinks], strategy: Strategy) 
 
 
 def examine(seen: LinkPicture) -> tuple[Finding, ...]:
-    """What is to be said of links: of hosts, what is the same of several once; then of all."""
+    """Findings on links: first of the hosts, equal ones merged, then of all together."""
     hosts_of: dict[Finding, list[str]] = {}
     for check in HOST_CHECKS if len(seen.hosts) > 1 else (devices,):
         for its in seen.hosts:
@@ -215,7 +215,7 @@ def network(seen: LinkPicture) -> Iterator[Finding]:
 
 
 def _networks(seen: LinkPicture) -> Iterator[Finding]:
-    """What NCCL says, and of which hosts that is not known."""
+    """Network by NCCL's word, and the hosts where it is not known."""
     names_of: dict[str, list[str]] = {}
     for its in seen.hosts:
         for name in its.networks or ("",):
@@ -261,7 +261,7 @@ def fallback(its: HostLinks) -> Iterator[Finding]:
 
 
 def mesh(seen: LinkPicture) -> Iterator[Finding]:
-    """What of the strategy crosses hosts and need not."""
+    """Findings on axes of the strategy that cross hosts and need not."""
     if seen.strategy is None:
         return
     for sentence in hosts.notes(seen.strategy, seen.ranks_on):

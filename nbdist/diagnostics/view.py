@@ -1,4 +1,4 @@
-"""What `%dist_doctor` and `nbdist status` show."""
+"""Views of `%dist_doctor` and `nbdist status`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _ranks(picture: LinkPicture) -> View:
 
 
 def _hosts(picture: LinkPicture) -> View:
-    """What each host has, a line for each kind of link; in a notebook more than two are folded."""
+    """Links of each host, a line for each kind; in a notebook more than two hosts are folded."""
     text, body = [], ""
     for its in picture.hosts:
         ranks = f": {ranks_phrase(its.host.ranks)}" if its.host.ranks else ""
@@ -185,7 +185,7 @@ def _gpu_lines(its: HostLinks) -> Iterator[str]:
 
 
 def _axes(picture: LinkPicture) -> View:
-    """Where each axis of the mesh lies, with one of its groups, if possible one that crosses."""
+    """Place of each axis of the mesh, with one of its groups, if possible one that crosses."""
     rows = []
     for place in picture.axes:
         where = "each within a host"
@@ -271,7 +271,7 @@ def _inside(its: HostLinks) -> str:
 
 
 def _wire(its: HostLinks) -> str:
-    """What leads to the network: NCCL's word for it, and the interface."""
+    """Label of the way to the network: NCCL's word for it, and the interface."""
     used = [interface for interface in its.any_rank.interfaces if interface.name in its.chosen]
     return " ".join(filter(None, (*its.networks, *(f"{i.name} {speed(i)}".strip() for i in used))))
 

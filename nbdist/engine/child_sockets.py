@@ -1,4 +1,4 @@
-"""Where a rank's child processes leave their sockets: in the run folder, which is removed."""
+"""Keeps sockets of a rank's child processes in the run folder, which is removed."""
 
 from __future__ import annotations
 

@@ -594,7 +594,7 @@ def _is_same(path: str, other: str) -> bool:
 
 
 def _installed_places() -> set[str]:
-    """Where Python's own modules and installed packages are."""
+    """Folders of Python's own modules and of installed packages."""
     paths = sysconfig.get_paths()
     entries = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     entries += [str(Path(paths["platstdlib"]) / "lib-dynload"), site.getusersitepackages()]

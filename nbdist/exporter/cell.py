@@ -62,7 +62,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class CellPart:
-    """What a cell becomes.
+    """Python that a cell becomes in the script.
 
     Attributes:
         source: Python for the module level; under which ranks, the script says.
@@ -169,7 +169,7 @@ def python_of(body: str, transform: Callable[[str], str]) -> str:
 def part(
     body: str, transform: Callable[[str], str], show: str, accelerators: str = ACCELERATE
 ) -> CellPart:
-    """What a distributed cell becomes, whose body is without its cell magics.
+    """Convert a distributed cell, whose body is without its cell magics.
 
     `show` is the function that shows the value of the last expression, `accelerators` the package
     that the script has its Accelerator from.
@@ -214,7 +214,7 @@ _TIMED = "  # %time"
 
 
 def _edit(cell_part: CellPart, node: ast.stmt) -> Edit | None:
-    """What has to stand in the place of a statement; None where it stays."""
+    """Edit that replaces a statement; None where it stays."""
     lines = _replacement(cell_part, node)
     if lines is None:
         return None
@@ -247,7 +247,7 @@ def _lines_of(cell_part: CellPart, node: ast.stmt) -> list[str]:
 
 
 def _imports(node: ast.ImportFrom, accelerators: str) -> list[str]:
-    """What stands for `from nbdist import ...`."""
+    """Lines that replace `from nbdist import ...`."""
     lines = []
     for alias in node.names:
         if node.module == NBDIST and alias.name == "Accelerator":
@@ -299,7 +299,7 @@ def _stop(
 
 
 def _find_uses(tree: ast.Module, source: str, edits: Sequence[Edit]) -> list[tuple[str, str]]:
-    """What stays as it is, and will not work."""
+    """Find uses that stay as they are and will not work."""
     uses = []
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     for node in sorted(names, key=lambda name: (name.lineno, name.col_offset)):

@@ -58,7 +58,7 @@ class NotebookCell:
 
 @dataclass(frozen=True, slots=True)
 class Magic:
-    """What a magic of nbdist means for a script; None and "" where it says nothing.
+    """Meaning of a magic of nbdist for a script; None and "" where it says nothing.
 
     Attributes:
         mode: Where plain cells run from now on: "all", "local" or ranks.
@@ -83,7 +83,7 @@ class Magic:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """What is known outside of core.
+    """Functions that read a notebook's cells and magics, known outside of core.
 
     Attributes:
         transform: IPython's: from the text of a cell to Python. Raises SyntaxError.
@@ -96,7 +96,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the script is to run.
+    """Ranks, hosts and device on which the script is to run.
 
     Attributes:
         hosts: Of each rank, as it runs in the notebook; empty where that is not known.
@@ -274,7 +274,7 @@ def _walk(cells: Sequence[NotebookCell], walk: _Walk) -> _Walk:
 
 @dataclass(slots=True)
 class _Walk:
-    """What is known at a place in the notebook, from its top on.
+    """State of the walk at a place in the notebook, from its top on.
 
     Attributes:
         names: Of the script's own things.
@@ -342,7 +342,7 @@ class _Walk:
             self._distributed(cell, body, where)
 
     def _where(self, verbs: Sequence[tuple[str, str]], body: str) -> Magic:
-        """Where a cell runs; without ranks in the notebook."""
+        """Ranks on which a cell runs; without ranks in the notebook."""
         if not verbs:
             is_local = self.mode == LOCAL or self._begins_with_own(body)
             return Magic() if is_local else _check_ranks(Magic(ranks=self.mode))

@@ -20,7 +20,7 @@ DEEPSPEED_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the script calls its own things.
+    """Names that the script gives its own things.
 
     Attributes:
         rank: The rank, whatever the user assigns to `rank`.
@@ -105,7 +105,7 @@ class ScriptPart:
 
 @dataclass(frozen=True, slots=True)
 class ScriptSettings:
-    """What the notebook was started with.
+    """Settings that the notebook was started with.
 
     Attributes:
         hosts: Of each rank, as it runs in the notebook; empty where that is not known.

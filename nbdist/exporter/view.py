@@ -1,4 +1,4 @@
-"""What an export has made, as text."""
+"""Summary of an export, as text."""
 
 from __future__ import annotations
 

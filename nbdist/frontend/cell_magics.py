@@ -87,7 +87,7 @@ def read(lines: Sequence[str]) -> MagicCell | None:
 
 
 def combined(given: Sequence[CellOptions]) -> CellOptions:
-    """What the options of all magics above a cell mean together.
+    """Combine the options of all magics above a cell.
 
     Raises:
         OptionError: If one is given twice, or a rank is to be recorded that does not run the cell.

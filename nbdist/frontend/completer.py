@@ -91,7 +91,7 @@ async def _inspect(
 
 
 def _place(code: str, cursor: int) -> tuple[Destination, int] | None:
-    """Where the cell goes, and the first of its ranks; None where the notebook answers."""
+    """Destination of the cell, and a rank to ask; None where the notebook answers."""
     where = destination(code) if NOTEBOOK.is_running else None
     if where is None or cursor < where.start:
         return None
@@ -129,7 +129,7 @@ def _typed_behind(code: str, cursor: int) -> tuple[Verb, list[str], str] | None:
 
 
 def _offered(verb: Verb, before: list[str], typed: str) -> Iterable[str] | None:
-    """What may stand at the cursor, by the verb's table; None where that is anything."""
+    """Words possible at the cursor, by the verb's table; None where that is anything."""
     if "--" in before and (verb.takes_code or verb.takes_rest):
         return None
     options = {flag: o for o in verb.options for flag in o.flags if not o.is_argument}

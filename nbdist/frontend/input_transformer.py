@@ -1,4 +1,4 @@
-"""Where a typed cell goes: into the kernel, or to the ranks without blocking the kernel."""
+"""Routes a typed cell: into the kernel, or to the ranks without blocking the kernel."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def route(lines: list[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a cell would run, as far as it is typed.
+    """Magics and start of a cell for ranks, as far as it is typed.
 
     Attributes:
         magics: Ours above it; none above a plain cell on ranks.
@@ -76,7 +76,7 @@ class Destination:
 
 
 def destination(code: str) -> Destination | None:
-    """Where this cell would go: to ranks, or None where it stays in the notebook."""
+    """Destination of this cell: on ranks, or None where it stays in the notebook."""
     lines = code.splitlines(keepends=True)
     try:
         cell = cell_magics.read(lines)

@@ -71,7 +71,7 @@ def run_blocking(magics: Sequence[TypedMagic], code: str) -> None:
 
 
 def _cell_options(magics: Sequence[TypedMagic], code: str) -> CellOptions | None:
-    """What was typed behind a cell's magics; None where there is nothing to run."""
+    """Options typed behind a cell's magics; None where there is nothing to run."""
     given = list[CellOptions]()
     for name, line in magics:
         verb = commands.VERBS[name]
