@@ -119,7 +119,7 @@ def unmatched(logs: Sequence[CallLog], run: int, ranks: Sequence[int]) -> Unmatc
 
 
 def last_words(logs: Sequence[CallLog], rank: int, *, is_crash: bool) -> str:
-    """What a rank that has ended was doing in torch.distributed; empty if nothing in this cell.
+    """Last words on an ended rank's torch.distributed calls; empty if it made none in this cell.
 
     Gloo writes past a part of a call that gets more bytes than it has, and so SIGABRT or SIGSEGV
     ends the process: then the text names who called it with what. Call it at once: a recovery

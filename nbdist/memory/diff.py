@@ -38,7 +38,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """What blocks have in common that count as one.
+    """Kind of blocks: the properties that all blocks counted as one share.
 
     Attributes:
         lines: The user's own lines that led to them, innermost first; the library's where there
@@ -179,7 +179,7 @@ def _pairs(old: list[_Block], new: list[_Block]) -> Iterator[tuple[_Block | None
 
 
 def _better(earlier: _Block | None, later: _Block | None) -> BlockKind:
-    """What a block is, by the snapshot that knows more of it; the second where both do."""
+    """Kind of a block by the snapshot that knows more of it; by the later where both do."""
     kinds = [block.kind for block in (later, earlier) if block is not None]
     best = max(kinds, key=lambda kind: bool(kind.lines))
     name = best.name or next((kind.name for kind in kinds if kind.name), "")

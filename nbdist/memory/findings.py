@@ -67,7 +67,7 @@ class MemoryContext:
 
     @property
     def whole(self) -> str:
-        """What shares are of, as people read it."""
+        """Name of the whole that shares are of, as people read it."""
         if self.peak.phase:
             return f"the peak of rank {self.peak.rank}"
         return f"what rank {self.peak.rank} has in use"

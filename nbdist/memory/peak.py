@@ -214,7 +214,7 @@ def _parts(blocks: Blocks, chosen: Truths) -> tuple[Bytes, ...]:
 
 
 def sites(rank: RankMemory, chosen: Truths, most: int = MOST_SITES) -> tuple[Site, ...]:
-    """Where the chosen blocks were allocated, the most bytes first."""
+    """Sites at which the chosen blocks were allocated, the most bytes first."""
     blocks, places = rank.blocks, np.flatnonzero(chosen)
     key = np.stack([codes(blocks)[places], blocks.operator[places], blocks.stack[places]])
     sums_by_site: dict[

@@ -1,4 +1,4 @@
-"""What ranks had allocated while a cell ran, as columns: allocator history.
+"""Snapshot of the ranks' allocations while a cell ran, as columns: allocator history.
 
 Made by `memory.rank.record`, or read from a file by `memory.file`; judged by `memory.peak` and
 `memory.findings`; drawn by `memory.view.report`. Times are integers in nanoseconds since the
@@ -114,7 +114,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What the allocator held of the device, whether in use or not: a change per entry.
+    """Bytes of the device held by the allocator, whether in use or not: a change per entry.
 
     Attributes:
         time_ns: When; 0 for the beginning.
@@ -160,7 +160,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank had allocated.
+    """Allocations of one rank.
 
     Attributes:
         rank, host: Whose, and where it ran.
@@ -206,7 +206,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What all ranks had allocated.
+    """Allocations of all ranks.
 
     Attributes:
         ranks: In rank order.
@@ -221,7 +221,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """What a recording of memory notes, and for how long.
+    """Options of a recording of memory: what it notes, and for how long.
 
     Attributes:
         steps: Stop after so many; None for the whole cell.

@@ -34,7 +34,7 @@ class Curve:
 
     @property
     def total_bytes(self) -> Integers:
-        """What is in use at each moment: all categories, exact and guessed, together."""
+        """Bytes in use at each moment: all categories, exact and guessed, together."""
         total: Integers = self.size_bytes.sum(axis=(1, 2))
         return total
 
@@ -166,6 +166,6 @@ def peak_ns(blocks: Blocks) -> int:
 
 
 def reserved_at(reserved: Reserved, time_ns: int) -> int:
-    """What the allocator held at a moment; 0 where it is not known."""
+    """Bytes that the allocator held at a moment; 0 where it is not known."""
     at = int(np.searchsorted(reserved.time_ns, time_ns, side="right")) - 1
     return int(reserved.size_bytes[at]) if at >= 0 else 0

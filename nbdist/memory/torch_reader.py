@@ -188,7 +188,7 @@ def _times(events: Value, start_us: int | None) -> tuple[list[int], int, str]:
 def _replay_events(
     events: Value, times: Sequence[int], stacks: _Stacks
 ) -> tuple[_Replay, list[OutOfMemory]]:
-    """What the history makes of memory. Times below 0 are before the recording."""
+    """Replay the history's events on memory. Times below 0 are before the recording."""
     replay = _Replay()
     failures = []
     steps = {
@@ -251,7 +251,7 @@ def _reconcile(
 
 
 def _frames(block: Value) -> Value:
-    """Where it was allocated; in torch before 2.1 that stands in the block's history."""
+    """Frames of a block's allocation; in torch before 2.1 they stand in the block's history."""
     history = block.get("history", ()).raw
     if "frames" not in block.raw and type(history) is list and history:
         block = block["history"].entries()[0]
@@ -291,7 +291,7 @@ def _segment(segment: Value, used: int) -> Segment:
 
 
 def _reserved(events: Sequence[Mapping[str, Any]], times: Sequence[int], at_end: int) -> Reserved:
-    """What the allocator held, counted back from its end, which is known."""
+    """Bytes that the allocator held, counted back from its end, which is known."""
     changes = [
         (max(now, 0), sign * event["size"])
         for event, now in zip(events, times, strict=True)

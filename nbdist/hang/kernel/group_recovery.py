@@ -158,7 +158,7 @@ class GroupRecovery:
         return RecoveryOutcome(is_recovered=True, lines=lines)
 
     def _advice(self, failed: Sequence[int]) -> str:
-        """What brings the groups back: where all ranks have failed, one new rank may be enough."""
+        """Advice on how to bring the groups back: if all ranks failed, a new one may be enough."""
         replaced = failed if len(failed) < len(self._ranks.ranks) else failed[-1:]
         verb = self._ranks.restart_verb(replaced)
         if "%dist_restart" not in verb:

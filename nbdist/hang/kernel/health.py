@@ -1,4 +1,4 @@
-"""What the notebook knows of its ranks without their main threads' help, and how it frees them."""
+"""Watches ranks without their main threads' help, and frees them."""
 
 from __future__ import annotations
 

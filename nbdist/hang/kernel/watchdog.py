@@ -75,7 +75,7 @@ class Watchdog:
 
     @property
     def places(self) -> dict[int, str]:
-        """Where in the user's code ranks are, as far as they have answered."""
+        """Places of ranks in the user's code, as far as they have answered."""
         return {
             view.rank: text.place_text(view.snapshot.place)
             for view in self._views

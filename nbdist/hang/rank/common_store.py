@@ -158,7 +158,7 @@ def note_others(store: dist.Store, ranks: Sequence[int]) -> None:
 
 
 def _own_address() -> Address | None:
-    """Where this rank's store is, or would be."""
+    """Address reserved for this rank's store; None where none is."""
     return None if _ports.reserved is None else _ports.reserved.getsockname()
 
 

@@ -79,7 +79,7 @@ def _find_problem(device: str) -> str:
 
 
 def _error_within(limit_s: float, function: Callable[[], object]) -> BaseException | None:
-    """What a function raised in another thread; a TimeoutError where it has not ended by then."""
+    """Exception of a function in another thread; TimeoutError where it has not ended by then."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What this rank's main thread is doing, and which threads are free, seen from another thread."""
+"""Sees this rank's main thread, and which threads are free, from another thread."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class _Sleep:
 
 
 def position() -> Position | None:
-    """Where the main thread is now; two equal ones are a thread that does not get on."""
+    """Position of the main thread now; two equal ones are a thread that does not get on."""
     # Documented as for debugging: there is no other way to another thread's frames.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     return None if frame is None else (id(frame), frame.f_lasti)

@@ -396,7 +396,7 @@ def _who_meets(op: str, arguments: Mapping[str, Any]) -> Sequence[int] | None:
 
 
 def _holders(owner: Any, name: str, original: Any) -> list[tuple[Any, str]]:
-    """Where torch holds this function: its module, torch.distributed, and who imported it."""
+    """Attributes in which torch holds this function: its module's, and those of who imported it."""
     if not isinstance(owner, ModuleType) or owner.__name__ == KEEPS_ORIGINALS:
         return [(owner, name)]
     loaded = [

@@ -1,4 +1,4 @@
-"""Where in the user's own code a rank is, found from a frame within torch."""
+"""Finds the line in the user's own code from a frame within torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class UserFrameFinder:
         return None if frame is None else self._describe(frame.f_code.co_filename, frame.f_lineno)
 
     def find_code(self, code: CodeType) -> SourceLine | None:
-        """Where the user has written a function; None for one that is not the user's."""
+        """Line at which the user has written a function; None for one that is not the user's."""
         is_users = self._is_users_file(code.co_filename)
         return self._describe(code.co_filename, code.co_firstlineno) if is_users else None
 

@@ -1,4 +1,4 @@
-"""What the ranks' lints have seen in cells, judged over all ranks and reported once."""
+"""Judges the ranks' observations in cells over all ranks, and reports each once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbdist.switch.report import RankSwitchReport
 
 
 class Lints(CellHook):
-    """What was reported in a session, and what is silenced."""
+    """Lints of a session: those reported, and those silenced."""
 
     def __init__(self) -> None:
         """Silent about what NBDIST_SILENCE names."""

@@ -1,1 +1,1 @@
-"""What a rank observes for a lint, one file for each observation."""
+"""Observations of a rank for lints, one file for each observation."""

@@ -33,7 +33,7 @@ Peers = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Watched:
-    """What is known of one optimizer between two checks.
+    """State of one optimizer between two checks.
 
     Attributes:
         count: Its steps since this was switched on.

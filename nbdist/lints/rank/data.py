@@ -1,4 +1,4 @@
-"""What a rank's DataLoaders hand out: the same as other ranks', the same order again, by how many.
+"""Samples of a rank's DataLoaders: the same as other ranks', in the same order, by how many.
 
 Private: `_BaseDataLoaderIter.__next__` is wrapped, as torch has no hook for the batches of a
 loader. Of each loop the first few are looked at, later ones cost a comparison of two numbers.

@@ -28,7 +28,7 @@ _FSDP = "torch.distributed.fsdp"
 
 @dataclass(slots=True)
 class _State:
-    """What was given to fully_shard in this cell: class, digest, and the ranks of its mesh."""
+    """Models given to fully_shard in this cell: class, digest, and the ranks of its mesh."""
 
     sharded: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     is_watching: bool = False

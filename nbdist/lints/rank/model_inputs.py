@@ -1,4 +1,4 @@
-"""What the models were called with that several ranks have one copy of."""
+"""Notes inputs of the models of which several ranks have one copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's steps are made of: backwards, forwards of DDP models, gradients, scalers.
+"""Parts of a rank's steps: backwards, forwards of DDP models, gradients, scalers.
 
 Everything is noted in calls that the user makes anyway: `Tensor.backward`, `Optimizer.step`
 (torch's own global hook), `GradScaler.scale`, entering `torch.autocast`, and DDP's constructor,
@@ -39,7 +39,7 @@ Line = tuple[Any, int]  # a code object and a line of it
 
 @dataclass(slots=True)
 class _Stepper:
-    """What is known of one optimizer as of its last step.
+    """State of one optimizer as of its last step.
 
     Attributes:
         ddps: The DDP models whose parameters it has, and as of how many DDP models.
@@ -306,7 +306,7 @@ class _Lines(UserFrameFinder):
     """Finds a line of code that may not be running any more."""
 
     def at(self, code: Any, line: int) -> SourceLine:
-        """Where a line of a code object stands, and its source."""
+        """Place and source of a line of a code object."""
         return self._describe(code.co_filename, line)
 
 

@@ -43,7 +43,7 @@ class _Forward:
 
 
 class Reduction:
-    """What one DDP model's gradients are, as of its last backward. Its hook after a forward.
+    """State of one DDP model's gradients as of its last backward. Its hook after a forward.
 
     Attributes:
         is_awaited: DDP waits for a backward, which it will reduce.

@@ -229,7 +229,7 @@ def _dtensors(module: torch.nn.Module) -> Iterator[LocalTensor]:
 
 
 def _part_of(tensor: torch.Tensor) -> str:
-    """Where this rank is along the axes that split a DTensor; empty for a plain tensor."""
+    """Coordinates of this rank on axes that split a DTensor; empty for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ""
     coordinate = tensor.device_mesh.get_coordinate()

@@ -1,4 +1,4 @@
-"""What a prepared loader's data begin with on this rank, before any of it is read.
+"""First data of a prepared loader on this rank, before any of it is read.
 
 A forked process reads it, so a stream that can be read once loses nothing, generators draw
 nothing, and data that do not come hold nobody up.
@@ -190,7 +190,7 @@ def _digest(value: Any) -> str:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """What a sample is made of; of an object that is none of these its class and attributes."""
+    """Bytes that make up a sample; of other objects those of their class and attributes."""
     yield type(value).__name__.encode()
     if isinstance(value, Mapping):
         value = list(value.items())

@@ -42,7 +42,7 @@ PARTS = (
 
 @dataclass(slots=True)
 class _State:
-    """What this cell has noted so far, and which modules look.
+    """Notes of this cell so far, and the modules that look.
 
     Attributes:
         noted: By lint and subject.
@@ -151,7 +151,7 @@ def begin() -> None:
 
 
 def collect() -> list[Observation]:
-    """What was seen since `begin`; JSON can carry it. This rank alone."""
+    """Collect the observations since `begin`; JSON can carry them. This rank alone."""
     for part in _state.parts:
         try:
             part.end()
@@ -218,7 +218,7 @@ def parameters_by_id(optimizer: Any) -> dict[int, Any]:
 
 
 def leaves(value: Any, depth: int = 4, most: int | None = None) -> Iterator[Any]:
-    """What is in dicts, lists and tuples in each other, so deep; `most` entries of a list."""
+    """Leaves of dicts, lists and tuples in each other, so deep; `most` entries of a list."""
     kind = type(value)
     if depth and issubclass(kind, dict):
         items: Iterable[Any] = dict.values(value)  # a class's own may load, or raise

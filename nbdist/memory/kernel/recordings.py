@@ -49,7 +49,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         self._oom_ranks: tuple[int, ...] = ()  # ranks whose memory has run out since
 
     def now(self, ranks: str | Sequence[int] | None = None) -> Snapshot:
-        """Whose the memory of ranks is at this moment, without a history. It is not kept.
+        """Take a snapshot of ranks' memory at this moment, without a history. It is not kept.
 
         A rank that cannot be asked has an empty entry, with the reason in its `problem`.
 

@@ -114,7 +114,7 @@ class CpuRecorder:
         profiler.stop()
 
     def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
-        """What was recorded, beside what `memory` says of the rank."""
+        """Read the recording into a RankMemory, beside what `memory` says of the rank."""
         if self._profiler is None:
             return memory
         history = _history(self._profiler)
@@ -140,7 +140,7 @@ def _history(profiler: profile) -> ProfilerHistory:
 
 
 def of_chrome(events: Iterable[Mapping[str, Any]], base_ns: int) -> ProfilerHistory:
-    """What a trace for Chrome says of the CPU's memory: no stacks, and no operators.
+    """Read the CPU's memory from a trace for Chrome: no stacks, and no operators.
 
     `base_ns` is added to the times of its events.
     """

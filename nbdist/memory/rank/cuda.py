@@ -81,7 +81,7 @@ class CudaRecorder:
         )
 
     def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
-        """What was recorded, beside what `memory` says of the rank."""
+        """Read the recording into a RankMemory, beside what `memory` says of the rank."""
         if self._snapshot is None:
             return memory
         snapshot, self._snapshot = self._snapshot, None

@@ -40,7 +40,7 @@ _PHASES = (
 def make_report(
     message: OomMessage, error: BaseException, before: Mapping[str, Any] | None = None
 ) -> OomReport:
-    """What there is to say of a shortage; memory.rank.record keeps the memory as it is.
+    """Report a shortage of memory; memory.rank.record keeps the memory as it is.
 
     Args:
         message: What the error said.
@@ -90,7 +90,7 @@ def _holders(memory: RankMemory) -> list[Holder]:
 
 
 def _named_memory(error: BaseException, before: Mapping[str, Any] | None) -> RankMemory:
-    """What is in use, with names for what frames and graphs hold."""
+    """Memory in use, with names for what frames and graphs hold."""
     names = dict(_locals(error))
     saved = {
         (device, address): (size, operation)
@@ -118,7 +118,7 @@ def _saved_for(operation: str) -> str:
 
 
 def _with_activations(memory: RankMemory, saved_addresses: set[int]) -> RankMemory:
-    """What a graph keeps and nothing else claims is an activation."""
+    """Mark as activations the blocks that a graph keeps and nothing else claims."""
     blocks = memory.blocks
     is_kept = [int(address) in saved_addresses for address in blocks.address]
     is_unowned = (blocks.category == NO_CATEGORY) & is_kept
@@ -148,13 +148,13 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _phase(error: BaseException) -> str:
-    """What the step was doing, by the frames: an optimizer's before backward's before forward's."""
+    """Phase of the step by the frames: an optimizer's before backward's before forward's."""
     files = {frame.f_code.co_filename.replace("\\", "/") for frame in _frames(error)}
     return next((phase for part, phase in _PHASES if any(part in file for file in files)), "")
 
 
 def _room(message: OomMessage) -> tuple[int, int]:
-    """What there is of the memory, and what of it this process could still have had."""
+    """Total of the memory, and the bytes of it that this process could still have had."""
     if message.memory == HOST:
         host = psutil.virtual_memory()
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)

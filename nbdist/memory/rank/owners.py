@@ -1,4 +1,4 @@
-"""Whose memory it is on this rank: parameters, gradients, optimizer state, and what has no owner.
+"""Owners of this rank's memory: parameters, gradients, optimizer state, and what has no owner.
 
 Everything is found among Python's objects, as parallel/live/live_models.py finds models; nothing is
 asked of the user. Every storage counts once, for its first owner in the order of `owners`.
@@ -99,7 +99,7 @@ class _Collected:
 
 
 def owners() -> tuple[StorageOwner, ...]:
-    """What this rank's memory is for, as far as Python objects hold it. This rank alone.
+    """Find owners of this rank's memory, as far as Python objects hold it. This rank alone.
 
     Parameters go before buffers, gradients, optimizers' state, what is gathered or sent, and what
     else there is, which is named by its variable. With one model, names are those of its
@@ -196,7 +196,7 @@ def _is_around(module: torch.nn.Module, name: str) -> bool:
 
 
 def _titles(variables: Mapping[int, str], roots: list[torch.nn.Module]) -> dict[int, str]:
-    """What goes before the names in each model: nothing for the only one that has a variable.
+    """Prefix of names for each model: none for the only one that has a variable.
 
     A cell that was run again can leave models behind that nobody holds; they do not count.
     """
@@ -317,7 +317,7 @@ def storages(tensor: torch.Tensor) -> list[tuple[str, int, int]]:
 
 
 def live_storages() -> Iterator[torch.UntypedStorage]:
-    """What all tensors of this process lie in; one that several share comes several times."""
+    """Storages of all tensors of this process; one that several share comes several times."""
     for tensor in live_models.live(torch.Tensor):
         yield from _own_storages(tensor)
 

@@ -40,7 +40,7 @@ _NOISE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ProfilerHistory:
-    """What a profiler has seen.
+    """History of memory that a profiler has seen.
 
     Attributes:
         events: In order of time. All times are the host's clock, as the profiler has it.
@@ -59,7 +59,7 @@ class ProfilerHistory:
 
 @dataclass(frozen=True, slots=True)
 class _Within:
-    """What a node of the tree was called from.
+    """Callers of a node of the tree.
 
     Attributes:
         link: The innermost call of Python.
@@ -75,7 +75,7 @@ class _Within:
 
 @dataclass(slots=True)
 class _Reading:
-    """What was found so far.
+    """Results of reading so far.
 
     Attributes:
         kinds: Names of torch's kinds of nodes, by number.
@@ -197,7 +197,7 @@ _STEPS = {
 
 
 def read(roots: Iterable[Any], cells: Mapping[str, int]) -> ProfilerHistory:
-    """What the profiler's tree says of the CPU's memory.
+    """Read the CPU's memory from the profiler's tree.
 
     `roots` are torch's `_ProfilerEvent`s that are in no other, `cells` has numbers by file name.
     """
@@ -219,7 +219,7 @@ def read(roots: Iterable[Any], cells: Mapping[str, int]) -> ProfilerHistory:
 
 
 def _backwards(reading: _Reading) -> Iterator[Phase]:
-    """What ran a backward; where no calls were recorded, nodes with no other operator between."""
+    """Phases of backward; without recorded calls from nodes with no other operator between."""
     others = sorted(reading.others)
     place = 0
     start, end = 0, -1

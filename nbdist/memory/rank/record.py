@@ -76,7 +76,7 @@ class _Recording(CellRecording):
             self.stop()
 
     def memory(self) -> RankMemory:
-        """What was recorded.
+        """Memory as recorded.
 
         Raises:
             SnapshotError: Nothing was.
@@ -161,7 +161,7 @@ def begin(options: MemoryOptions, token: str) -> None:
 
 
 def finish(folders: Sequence[str]) -> PackedValue:
-    """What the last recording of this rank holds, as {"memory": RankMemory, "strategy": text}.
+    """Pack the last recording of this rank, as {"memory": RankMemory, "strategy": text}.
 
     Args:
         folders: As variables.pack.send takes them.
@@ -181,14 +181,14 @@ def finish(folders: Sequence[str]) -> PackedValue:
 
 
 def now(folders: Sequence[str]) -> PackedValue:
-    """Whose the memory is at this moment, as `finish` gives it."""
+    """Pack the memory in use at this moment, as `finish` does."""
     return pack_memory(memory_in_use(owners.owners()), folders)
 
 
 def memory_in_use(
     current: Iterable[StorageOwner], before: Mapping[str, Any] | None = None
 ) -> RankMemory:
-    """What is in use, and whose: at this moment, or `before`, by torch's snapshot of a GPU."""
+    """Memory in use and its owners: at this moment, or `before`, by torch's snapshot of a GPU."""
     if _device() == "cpu":
         return cpu.of_now(current, _here())
     return cuda.of_now(current, _here(), before)

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward: memory that no Python object owns."""
+"""Tensors that autograd keeps for backward: memory that no Python object owns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _node(tensor: torch.Tensor) -> Any:
 
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
-    """What one operation keeps.
+    """Tensors that one operation keeps.
 
     Private: `SavedTensor.data` and `unpack_hook` are not documented; the documented `_saved_*` run
     hooks. Without them nothing is found here.

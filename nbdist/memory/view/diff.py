@@ -1,4 +1,4 @@
-"""What memory has grown between two snapshots, as a table."""
+"""Growth of memory between two snapshots, as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING = "-"
 
 
 def growth_view(growth: SnapshotDiff, since: str) -> View:
-    """What %dist_memory --since shows; `since` as it was typed."""
+    """View of %dist_memory --since; `since` as it was typed."""
     before = list(_totals(growth, since))
     after = [*_rest(growth), *growth.notes]
     if not growth.grown:

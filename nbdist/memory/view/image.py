@@ -79,7 +79,7 @@ _POINTS_DOWN = 7  # matplotlib's number of a triangle whose tip is the point
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What all ranks of a picture share.
+    """Scales that all ranks of a picture share.
 
     Attributes:
         end_ns: Where time ends; 1 for snapshots of one moment.
@@ -93,7 +93,7 @@ class Scales:
 
     @property
     def whole(self) -> int:
-        """Where the axis below ends: a time, or bytes where there is none."""
+        """End of the axis below: a time, or bytes where there is none."""
         return self.end_ns if self.has_history else self.most_bytes
 
     @property

@@ -128,7 +128,7 @@ def _pack(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> byte
 
 
 def _rank(rank: RankMemory, peak: RankPeak | None, marks: int) -> dict[str, object]:
-    """What is known of a rank beside its blocks."""
+    """Facts of a rank for the page, beside its blocks."""
     return {
         "rank": rank.rank,
         "problem": clip(rank.problem),
@@ -189,7 +189,7 @@ def _numbers(column: Places, value_of: Callable[[int], T], places: dict[T, int])
 
 
 def _reserved(rank: RankMemory) -> tuple[Integers, Integers]:
-    """What the allocator held, at moments that show how it runs."""
+    """Bytes that the allocator held, at moments that show how it runs."""
     reserved = rank.reserved
     if not len(reserved.time_ns):
         return reserved.time_ns, reserved.size_bytes
@@ -198,7 +198,7 @@ def _reserved(rank: RankMemory) -> tuple[Integers, Integers]:
 
 
 def _firsts(lengths: Iterable[int]) -> list[int]:
-    """Where each rank's entries begin, and where the last one's end."""
+    """Index of each rank's first entry, and the end of the last rank's."""
     return [0, *np.cumsum(list(lengths), dtype=np.int64).tolist()]
 
 

@@ -38,7 +38,7 @@ _EQUAL = frozenset({PARAMETER, GRADIENT, OPTIMIZER, BUFFER})
 def memory_report(
     snapshot: Snapshot, peaks: tuple[RankPeak, ...], findings: Sequence[Finding]
 ) -> View:
-    """What %dist_memory shows: memory over time, the peak of each rank, and what it is made of.
+    """View of %dist_memory: memory over time, the peak of each rank, and what it is made of.
 
     The text has every number. The HTML has the picture above the same numbers and asks nothing of
     the network; the whole stays below 2 MB for any snapshot. Where outputs are stored and compared
@@ -139,7 +139,7 @@ def _allocator_cells(peak: RankPeak) -> list[str]:
 
 
 def _of(snapshot: Snapshot, peak: RankPeak) -> list[View]:
-    """What the rank that needs most has at its peak and at the end."""
+    """Tables of the rank that needs most, at its peak: categories, sites and owners."""
     has_time = any(rank.duration_ns for rank in snapshot.ranks)
     who = f"rank {peak.rank}{' at its peak' if has_time else ''}"
     return [_categories(peak, has_time=has_time), _sites(peak, who), _owners(peak, who)]
@@ -189,7 +189,7 @@ def _sites(peak: RankPeak, who: str) -> View:
 
 
 def _owners(peak: RankPeak, who: str) -> View:
-    """Whose memory it is, by name."""
+    """Table of the owners of memory, by name."""
     head = ["owner", "category", "blocks", "bytes"]
     rows = [
         [
@@ -213,7 +213,7 @@ def _folded(title: str, rows: View) -> View:
 
 
 def _notes(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> Iterator[str]:
-    """What is missing, what failed, and where two counts differ."""
+    """Notes on missing data, on failures, and on places where two counts differ."""
     for rank in snapshot.ranks:
         yield from _of_rank(rank)
     if not is_stored():
