@@ -1,4 +1,4 @@
-"""What stands out in the samples of ranks, by rules: what was found, why it matters, what to do."""
+"""Rules for samples of ranks: what was found, why it matters, and what to do."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ RULES: tuple[Rule[MonitorContext], ...] = (
 def findings(
     history: SampleHistory, samples: Sequence[Sample], *, is_past: bool = False
 ) -> tuple[Finding, ...]:
-    """What stands out now by `RULES`, in their order, in the newest samples of every rank.
+    """Apply `RULES`, in their order, to the newest samples of every rank.
 
     With `is_past` ranks that run no cell are judged by the utilisation in their last one.
     """

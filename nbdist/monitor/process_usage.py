@@ -1,4 +1,4 @@
-"""What a process and its children use of their host: processor time and memory."""
+"""Use of the host by a process and its children: processor time and memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class _Slow:
-    """What is read of a process once in SLOWLY_S; `groups` are those with a memory limit."""
+    """Numbers read of a process once in SLOWLY_S; `groups` are those with a memory limit."""
 
     read_s: float
     processes: tuple[Any, ...]

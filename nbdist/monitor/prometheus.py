@@ -136,7 +136,7 @@ def _line(name: str, labels: Mapping[str, str], value: float) -> str:
 
 
 def scrape_config(port: str, credentials_file: str) -> str:
-    """What Prometheus' configuration needs to read it."""
+    """Lines that Prometheus' configuration needs to read the numbers."""
     return (
         "scrape_configs:\n"
         "  - job_name: nbdist\n"

@@ -1,4 +1,4 @@
-"""What this rank uses of its host and its GPU, told by the control thread."""
+"""Usage of the host and the GPU by this rank, told by the control thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _watch = GpuWatch(GPU_PERIOD_S)
 
 
 def usage(is_remote: bool) -> Answer:
-    """What this process uses now. From any thread but the main one; it needs no other rank.
+    """Measure this process's use now. From any thread but the main one; needs no other rank.
 
     A notebook on another host wants host and GPU as well, which it reads itself otherwise.
     """

@@ -1,4 +1,4 @@
-"""What ranks use and do, second by second: one sample of a rank, and the history of all."""
+"""Usage and activity of ranks, second by second: one sample of a rank, the history of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Reals = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """What torch's allocator says of a rank's GPU memory, in bytes.
+    """Numbers of torch's allocator on a rank's GPU memory, in bytes.
 
     Attributes:
         allocated_bytes: In tensors.
@@ -41,7 +41,7 @@ class Allocator:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank's control thread says of its use.
+    """Answer of a rank's control thread on its use.
 
     Attributes:
         now_s: Its host's monotonic clock.
@@ -171,7 +171,7 @@ def _most(first: float, second: float, _share: float) -> float:
 
 
 def read_of(path: str, convert: Callable[[Any], float] = float) -> Callable[[Sample], float | None]:
-    """What reads a number in a sample, such as `gpu.power_w`; None where any of it is not known."""
+    """Make a reader of a sample's number, as `gpu.power_w`; None where any of it is not known."""
 
     def read(sample: Sample) -> float | None:
         value: Any = sample

@@ -1,4 +1,4 @@
-"""What ranks use and do, as a table and as small pictures."""
+"""Usage and activity of ranks, as a table and as small pictures."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def recorded(view: View, line: str) -> View:
 
 
 def serving(url: str, token_path: str, config: str) -> View:
-    """Where Prometheus finds the numbers, and how it is told."""
+    """View of the URL that Prometheus reads, and of the configuration for it."""
     lines = [
         f"serving the numbers of all ranks at {url}, to this host only, until %dist_monitor --off",
         f"the token is in {token_path}; to try it:",

@@ -1,4 +1,4 @@
-"""What one notebook remembers: its session, where plain cells run, what is displayed.
+"""State of one notebook: its session, the place of plain cells, the displays.
 
 No verb: those stand in `commands`.
 """

@@ -1,4 +1,4 @@
-"""What one notebook remembers: its ranks, how they were started, where plain cells run."""
+"""State of one notebook: its ranks, how they were started, where plain cells run."""
 
 from __future__ import annotations
 

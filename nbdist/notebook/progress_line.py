@@ -60,7 +60,7 @@ class ProgressLine:
 
 
 class ShownProgress:
-    """What takes long, as one line of the cell that waits for it; taken away at the end.
+    """Shows long work as one line of the cell that waits for it; taken away at the end.
 
     A listener of cells.kernel.progress. In a terminal there is a line for each thing that is done.
     Stored outputs have nothing of it.

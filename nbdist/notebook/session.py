@@ -263,7 +263,7 @@ class Session(CellRanks):
         self._run_ids = itertools.count(newest + 1)
 
     def status(self, *, wants_stacks: bool = False) -> Status:
-        """What every rank does now, within seconds; see cells.kernel.status."""
+        """Status of every rank, within seconds; see cells.kernel.status."""
         self.maintenance.reconnect()
         now = cells_status.status(self, self.health, wants_stacks=wants_stacks)
         hosts = self.cluster.engine_set.status_lines()
@@ -369,7 +369,7 @@ class Session(CellRanks):
         return self.variables.pull([name], ranks, is_whole=is_whole).values[name]
 
     def trace(self) -> Trace:
-        """What was recorded last; a TraceError if nothing was."""
+        """Newest recorded trace; a TraceError if none was recorded."""
         return self.traces.last
 
     def bench(

@@ -1,4 +1,4 @@
-"""What a verb is: its options, its help, and a parser that never raises UsageError."""
+"""Definition of a verb: its options, its help, and a parser that never raises UsageError."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Verb:
 
     @property
     def word(self) -> str:
-        """What names it in a terminal."""
+        """Name of the verb in a terminal."""
         return self.name.removeprefix("dist_")
 
     def in_terminal(self) -> Verb:
@@ -197,7 +197,7 @@ def strategy_options() -> tuple[Option, ...]:
 
 
 def strategy_given(values: argparse.Namespace) -> dict[str, Any]:
-    """What was typed of `strategy_options`, by name."""
+    """Values typed for `strategy_options`, by name."""
     words = [*DEGREES, *SHORTHANDS, *(row.word for row in OPTIONS.values())]
     return {word: getattr(values, word) for word in words if hasattr(values, word)}
 

@@ -1,4 +1,4 @@
-"""What the panel was asked to do: queued, under way, done, and a log of all of it.
+"""Jobs of the panel: queued, under way, done, and a log of all of them.
 
 Any thread may ask; one takes what is due. No clock but the one that is given, no widgets.
 """
@@ -55,13 +55,13 @@ class JobQueue:
 
     @property
     def queued(self) -> tuple[str, ...]:
-        """What waits, as it would be typed."""
+        """Queued jobs, as they would be typed."""
         with self._lock:
             return tuple(job.typed for job in self._queue)
 
     @property
     def acting(self) -> str:
-        """What is under way, with its last step and since when; "" for nothing."""
+        """Job under way, with its last step and since when; "" for none."""
         with self._lock:
             if self._acting is None:
                 return ""
@@ -71,7 +71,7 @@ class JobQueue:
 
     @property
     def armed(self) -> tuple[str, ...]:
-        """What happens with the next cell on ranks: names of buttons, in order."""
+        """Buttons armed for the next cell on ranks: their names, in order."""
         with self._lock:
             return tuple(self._armed)
 
@@ -111,7 +111,7 @@ class JobQueue:
             return self._acting
 
     def progress(self, text: str) -> None:
-        """What the job under way waits for."""
+        """Note what the job under way waits for."""
         with self._lock:
             self._step = text
 
@@ -144,6 +144,6 @@ class JobQueue:
             self.note(f"the next cell on ranks will run as {BUTTONS[name].magic}")
 
     def disarm(self) -> str:
-        """What is to happen with the cell that begins now, which it is for alone; or ""."""
+        """Disarm and return the newest button for the cell that begins now, and it alone; or ""."""
         with self._lock:
             return self._armed.pop() if self._armed else ""

@@ -1,4 +1,4 @@
-"""What the chosen strategy comes to in a step of the prepared models: by the formulas of plans.
+"""Plans a step of the prepared models under the chosen strategy: by the formulas of plans.
 
 The numbers are those of `%dist_plan MODEL --engine formulas` with the same batch and device.
 """
@@ -29,7 +29,7 @@ _ADDED = (*_STATES, "activations", "buffers", "step", "host")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a rank's memory may come to.
+    """Limit of a rank's memory.
 
     Attributes:
         memory_bytes: Of its device, or its share of it where ranks share one; 0 if not known.
@@ -64,7 +64,7 @@ def planned_memory(choice: Strategy, models: Sequence[LiveModel], limit: Limit) 
 def plan_of_models(
     choice: Strategy, models: Sequence[LiveModel], limit: Limit, current: Strategy | None = None
 ) -> PanelPlan:
-    """What each rank would hold between steps, and in one, beside its device's limit.
+    """Plan each rank's memory between steps, and in one, beside its device's limit.
 
     `current` is the strategy that counts, to compare with.
     """

@@ -1,4 +1,4 @@
-"""What the panel shows and which of its buttons do something: records and tables, no widgets."""
+"""State of the panel and of its buttons: records and tables, no widgets."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked before a button does something that costs much.
+    """Question that is asked before a button does something that costs much.
 
     Attributes:
         name: The button's.
@@ -174,13 +174,13 @@ def bar_share(bar: str) -> float | None:
 
 
 def bar_text(bar: str) -> str:
-    """What a bar says beside its picture: tqdm's stands between two strokes."""
+    """Text of a bar beside its picture: tqdm's stands between two strokes."""
     return re.sub(r"\s*\|[^|]*\|\s*", " ", bar).strip()
 
 
 @dataclass(frozen=True, slots=True)
 class PanelPlan:
-    """What the chosen strategy comes to.
+    """Plan of the chosen strategy, as the panel shows it.
 
     Attributes:
         text: What each rank would hold, or why it cannot be had.

@@ -84,7 +84,7 @@ def fields(name: str, world_size: int) -> tuple[FormField, ...]:
 
 
 def chosen_options(values: Mapping[str, Value]) -> dict[str, object]:
-    """What the fields say, as `choose` takes it; fields left alone are not in it."""
+    """Values of the fields, as `choose` takes them; fields left alone are not in them."""
     return {word: _typed(word, value) for word, value in values.items() if value not in {"", False}}
 
 
@@ -169,7 +169,7 @@ def model_text(model: PreparedModel) -> str:
 def describe_held(
     choice: Strategy, models: Sequence[PreparedModel], current: Strategy | None = None
 ) -> str:
-    """What each rank would hold of the prepared models between steps, with Adam's state.
+    """Bytes each rank would hold of the prepared models between steps, with Adam's state.
 
     By strategy.footprint's formula; activations are not in it. `current` is the strategy that
     counts, to compare with.

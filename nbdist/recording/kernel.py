@@ -63,7 +63,7 @@ class Recordings(CellHook, Generic[Options, Result]):
 
     @property
     def last(self) -> Result:
-        """What was recorded last.
+        """Newest recording.
 
         Raises:
             NbdistError: If nothing was: the subject's own.
@@ -140,7 +140,7 @@ class Recordings(CellHook, Generic[Options, Result]):
     def _take(
         self, ask: RankFunction[[Sequence[str]], PackedValue], ranks: Sequence[int]
     ) -> dict[int, dict[str, Any]]:
-        """What each rank gives, opened, or {"problem": why it gives nothing}."""
+        """Ask each rank for its recording, opened, or {"problem": why it gives nothing}."""
         with self._variables.folders(ranks) as folders:
             reasons = {rank: self._reason_to_skip(rank) for rank in ranks}
             futures = {

@@ -1,4 +1,4 @@
-"""What both ends of the wire have to agree on."""
+"""Names and records that both ends of the wire have to agree on."""
 
 from __future__ import annotations
 

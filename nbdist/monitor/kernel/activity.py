@@ -1,4 +1,4 @@
-"""What each rank does, read from its call log: nobody is asked, and no other thread disturbed."""
+"""Reads each rank's activity from its call log: nobody is asked, no other thread disturbed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ActivityReader:
         self._files = CallLogFiles(ranks.cluster.run_dir / "boxes")
 
     def of(self, rank: int, now_s: float, stopped: Collection[int], *, is_here: bool) -> Doing:
-        """What a rank does at this moment of the monotonic clock, without asking it.
+        """Activity of a rank at this moment of the monotonic clock, without asking it.
 
         Where its log is no file of this host its newest answer is taken. Which processes a signal
         has stopped Health.stopped tells.

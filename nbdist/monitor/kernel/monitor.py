@@ -64,7 +64,7 @@ class Monitor:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What could not be read, and what listeners raised: each once."""
+        """Errors in reading samples, and exceptions of listeners: each once."""
         return tuple(self._problems)
 
     def start(self) -> None:
@@ -167,7 +167,7 @@ class Monitor:
         return served
 
     def findings(self, *, is_past: bool = False) -> tuple[Finding, ...]:
-        """What stands out in the newest samples and those just before; see monitor.findings."""
+        """Findings in the newest samples and those just before; see monitor.findings."""
         return monitor_findings.findings(self.history, self._latest, is_past=is_past)
 
     def _close_exporter(self) -> None:

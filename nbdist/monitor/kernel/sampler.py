@@ -130,7 +130,7 @@ class Sampler:
 
 
 class _Answers:
-    """What ranks' control threads have said of their use, asked for and not waited for."""
+    """Answers of ranks' control threads on their use, asked for and not waited for."""
 
     def __init__(self, ranks: Ranks, note: Callable[[str], None]):
         self._ranks = ranks

@@ -1,4 +1,4 @@
-"""What the panel's buttons do: each runs its verb's line, and shows what the verb shows."""
+"""Actions of the panel's buttons: each runs its verb's line, and shows what the verb shows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TIME = "TIME"
 
 @dataclass(frozen=True, slots=True)
 class Shows:
-    """Where an action shows more than its last line.
+    """Places in which an action shows more than its last line.
 
     Attributes:
         progress: What it waits for.
@@ -39,7 +39,7 @@ class Shows:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What is chosen on the panel.
+    """Choices made on the panel.
 
     Attributes:
         rank: To be restarted; None for those that have ended.
@@ -58,7 +58,7 @@ class Chosen:
 
 
 def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> PanelJob:
-    """What pressing a button asks for whose jobs run between cells.
+    """Make the job of a button whose jobs run between cells.
 
     `current` is the strategy that counts, None without ranks; `code` the last cell on all ranks.
     """
@@ -122,7 +122,7 @@ def _run(job: PanelJob, verbs: Mapping[str, Verb], shows: Shows) -> View | None:
 
 
 def answer(name: str, line: str, verbs: Mapping[str, Verb]) -> Any:
-    """What the verb whose magic a button stands for answers to this line; in any thread."""
+    """Run a button's verb with this line and return its answer; in any thread."""
     verb = verbs[BUTTONS[name].magic.partition(" ")[0].lstrip("%")]
     return verb.run(parse(verb, line).values)
 

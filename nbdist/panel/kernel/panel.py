@@ -327,7 +327,7 @@ class Panel:
         return actions.job(name, chosen, current, code if asked is None else asked.code)
 
     def _compared(self) -> tuple[str, ...]:
-        """What stands in the question, as far as it is chosen there."""
+        """Strategies chosen in the question to be compared; none without a question."""
         if self._question is None:
             return ()
         return self._question.preset if self._widgets is None else self._widgets.compared.value
@@ -478,7 +478,7 @@ _ASKS: Mapping[str, Callable[[Panel], Question | None]] = {
 
 
 def _ranks_of(session: Session) -> OnRanks:
-    """What a strategy's rules ask of ranks: how many, on what, their backend, and their hosts."""
+    """Facts on ranks for a strategy's rules: how many, on what, their backend, and their hosts."""
     topology = session.topology
     device_type = topology.ranks[0].device.split(":")[0]
     return topology.world_size, device_type, topology.backend, topology.hosts

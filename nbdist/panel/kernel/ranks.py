@@ -1,4 +1,4 @@
-"""What the panel asks of running ranks, from any thread, without disturbing their cells."""
+"""Asks running ranks for the panel, from any thread, without disturbing their cells."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _cell_phrase(cell: RunningCell) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModels:
-    """What a rank has said of its prepared models.
+    """Report of a rank on its prepared models.
 
     Attributes:
         sketches: The same models as a plan takes them; empty where that failed.

@@ -152,7 +152,7 @@ def _lines_html(kind: str, lines: Iterable[str]) -> str:
 
 
 def plan_html(plan: PanelPlan) -> str:
-    """What the chosen strategy comes to, with a bar up to the device's limit and the verdict."""
+    """Plan of the chosen strategy, with a bar up to the device's limit and the verdict."""
     if not plan.is_possible:
         return f'<div class="np-why">{html.escape(plan.text)}</div>'
     mark = ""
@@ -166,7 +166,7 @@ def plan_html(plan: PanelPlan) -> str:
 
 
 def question_html(question: Question | None) -> str:
-    """What has to be confirmed; a screen reader says it at once."""
+    """Question to be confirmed; a screen reader says it at once."""
     if question is None:
         return ""
     return f'<div class="np-question" role="alert">{html.escape(question.text)}</div>'

@@ -25,7 +25,7 @@ _NARROW = {"description_width": "initial"}
 
 
 class PanelOwner(Protocol):
-    """What the widgets call; from whatever thread a click arrives in, so nothing may take long."""
+    """Owner that the widgets call, from whatever thread a click arrives in; it must be quick."""
 
     def press(self, name: str) -> None:
         """Do what the button of this name does."""
@@ -114,7 +114,7 @@ class PanelWidgets:
 
     @property
     def values(self) -> dict[str, Value]:
-        """What stands in the fields of the chosen strategy, those left alone too."""
+        """Values of the fields of the chosen strategy, those left alone too."""
         words = [field.word for field in fields(self.strategy.value, max(1, self._world_size))]
         return {word: self._fields[word].value for word in words if word in self._fields}
 
@@ -181,7 +181,7 @@ class PanelWidgets:
             _show(self.buttons["cancel"], is_shown=bool(state.queued))
 
     def _draw_question(self, question: Question | None) -> None:
-        """What it offers is filled in once: what is chosen there stays."""
+        """Draw a question, and fill in its choices once: those chosen there stay."""
         if question is not self._asked:
             self._asked = question
             choices = () if question is None else question.choices

@@ -1,4 +1,4 @@
-"""What recordings of a cell have in common: where its steps end, and one profiler at a time."""
+"""Parts common to recordings of a cell: the ends of its steps, and one profiler at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PNG pictures of recordings have in common: size, letters, a panel for each rank."""
+"""Parts common to PNG pictures of recordings: size, letters, a panel for each rank."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def gather_results(
 
 
 def remote_error_message(error: BaseException, *kinds: type[NbdistError]) -> NbdistError | None:
-    """What a rank has refused, in its own words; None where it failed otherwise.
+    """Refusal of a rank, in its own words; None where it failed otherwise.
 
     It refuses by an error of these kinds, which is the cause of that of `gather_results`.
     """

@@ -1,4 +1,4 @@
-"""What runs around each cell on a rank: one wrapper of ipykernel's `do_execute`, hooks in order."""
+"""Hooks run around each cell on a rank: one wrapper of ipykernel's `do_execute`, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank leaves in the run folder for when it cannot answer: stacks, and which cell is which.
+"""Files in the run folder for when a rank cannot answer: stacks, and which cell is which.
 
 Imports no torch: armed before that is loaded, so that a crash in its start is told too.
 """

@@ -23,7 +23,7 @@ def shell() -> Any:
 
 
 def names() -> tuple[str, ...]:
-    """What the user's code has defined on this rank, in order, without IPython's own names."""
+    """Names that the user's code has defined on this rank, in order, without IPython's own."""
     hidden = getattr(shell(), "user_ns_hidden", {})
     return tuple(
         name
@@ -87,7 +87,7 @@ def modules_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def unwrapped(obj: Any) -> Any:
-    """What a wrapper such as DDP's has as its `module`; anything else itself."""
+    """Module that a wrapper such as DDP's has as its `module`; any other object itself."""
     try:
         return getattr(obj, "module", obj)
     except Exception:  # noqa: BLE001  # a user's own __getattr__ raises what it likes

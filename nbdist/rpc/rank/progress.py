@@ -16,7 +16,7 @@ _is_silent = False  # this is inside
 
 
 def newest() -> Progress | None:
-    """What is under way on this rank; None for nothing. From any thread."""
+    """Progress of the work under way on this rank; None for none. From any thread."""
     return _now
 
 
@@ -50,7 +50,7 @@ def _silent() -> Iterator[None]:
 
 
 def tell(what: str, done: float = 0.0, total: float = 0.0, unit: str = "") -> None:
-    """What is done now ("planning", "moving"), and how far; nothing outside of `during`.
+    """Note the work done now ("planning", "moving"), and how far; nothing outside of `during`.
 
     The unit is core.progress.BYTES, or a noun in the plural; the total 0 where it is not known.
     """
