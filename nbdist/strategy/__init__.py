@@ -1,4 +1,4 @@
-"""What can be chosen for training in parallel, as records and rules without torch.
+"""Choices for training in parallel, as records and rules without torch.
 
 How a model is put under it stands in `parallel`; changing it in `switch`.
 """

@@ -73,7 +73,7 @@ class Degrees:
         return number % self.ep, number // self.ep
 
     def coordinate(self, rank: int) -> Degrees:
-        """Where a rank is along each axis, from 0; all 0 where every rank is by itself."""
+        """Coordinate of a rank on each axis, from 0; all 0 where every rank is by itself."""
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))
@@ -92,7 +92,7 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What can be asked of a strategy. The default of each is what it does by itself.
+    """Options of a strategy. The default of each is what the strategy does by itself.
 
     Attributes:
         precision: fp32, bf16 or fp16: what forward and backward compute in; parameters that
@@ -168,7 +168,7 @@ def rows_of(choice: Strategy) -> tuple[StrategyRow, ...]:
 
 
 def steps_of(choice: Strategy) -> tuple[str, ...]:
-    """What a rank does to a model, in order: keys of parallel/base/transform.py."""
+    """Steps by which a rank transforms a model, in order: keys of parallel/base/transform.py."""
     rows, options = rows_of(choice), choice.options
     wanted = {step for row in rows for step in row.steps}
     common = {step for row in rows for step in row.common}

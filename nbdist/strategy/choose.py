@@ -1,4 +1,4 @@
-"""What was typed, as a choice for so many ranks."""
+"""Makes a strategy for so many ranks of the typed name, degrees and options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StrategySpec:
 
     @classmethod
     def parse(cls, name: str | None, settings: Mapping[str, object]) -> Self | None:
-        """What was typed, or None for nothing."""
+        """Make a spec of the typed name and settings, or None where nothing was typed."""
         typed = [(word, v) for word, v in settings.items() if v is not None and v is not False]
         return None if name is None and not typed else cls(name, tuple(sorted(typed)))
 
@@ -65,7 +65,7 @@ def choose(
     backend: str = "",
     ranks_on: Sequence[HostRanks] = (),
 ) -> Strategy:
-    """What was typed, as a choice for so many ranks.
+    """Make a strategy for so many ranks of the typed name and settings.
 
     The name is settled by the mesh: `fsdp --tp 2`, `tp --dp 2` and `--dp 2 --tp 2` are equal.
 
@@ -121,7 +121,7 @@ def typed_line(choice: Strategy) -> str:
 
 
 def default_choice(world_size: int) -> Strategy:
-    """What counts where nothing was chosen: ddp, as with Accelerate."""
+    """Make the choice that counts where nothing was chosen: ddp, as with Accelerate."""
     return choose("ddp", {}, world_size)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class ExpertTokens:
-    """What the ranks counted of one model; a token counts once for each of its experts.
+    """Counts of one model by the ranks; a token counts once for each of its experts.
 
     Attributes:
         ranks: Rank -> tokens that its experts computed.

@@ -1,4 +1,4 @@
-"""What a strategy costs: bytes that a rank holds of a model, and bytes that it sends per step.
+"""Costs of a strategy: bytes that a rank holds of a model, and bytes that it sends per step.
 
 Exact for the number of ranks at hand, not the limits for many of them. Activations are not in it:
 they depend on the batch and not on the strategy alone.
@@ -52,7 +52,7 @@ _BY_STAGE = {1: ("optimizer",), 2: ("gradients", "optimizer"), 3: HELD}
 
 
 def recipe_of(choice: Strategy) -> Recipe:
-    """What nbdist stores under a choice, with Adam."""
+    """Recipe by which nbdist stores a model under a choice, with Adam."""
     if choice.options.precision == "fp32":
         return RECIPES["fp32"]
     return RECIPES["mixed" if choice.name == "deepspeed" else "autocast"]
@@ -142,7 +142,7 @@ CALLS: Mapping[str, StepCollective] = {
 
 
 def sent_of(choice: Strategy) -> tuple[SentBytes, ...]:
-    """What a rank sends in a step of the optimizer, along the axes that have ranks."""
+    """Bytes a rank sends in a step of the optimizer, along the axes that have ranks."""
     options = choice.options
     sends: list[SentBytes] = []
     for row in rows_of(choice):
@@ -191,7 +191,7 @@ def wire_bytes(choice: Strategy, sent: SentBytes, message_bytes: float) -> float
 
 
 def sent_phrases(choice: Strategy) -> tuple[str, ...]:
-    """What a rank sends, a phrase each: `all-gather parameters 2 x over dp`."""
+    """Bytes a rank sends, a phrase each: `all-gather parameters 2 x over dp`."""
     per = {
         "tokens": ", per layer",
         "activations": ", per block",

@@ -27,7 +27,7 @@ _MOST = 3
 
 @dataclass(frozen=True, slots=True)
 class AxisPlace:
-    """Where the groups along one axis of a mesh lie.
+    """Groups along one axis of a mesh, and the hosts that they cross.
 
     Attributes:
         axis: Of choice.AXES.
@@ -120,7 +120,7 @@ def copies(ranks_on: Sequence[HostRanks], tp: int) -> int:
 
 
 def notes(choice: Strategy, ranks_on: Sequence[HostRanks]) -> tuple[str, ...]:
-    """What crosses hosts and need not, a sentence each, with what does not; none on one host."""
+    """Notes on axes that cross hosts and need not, a sentence each; none on one host."""
     if len(ranks_on) < 2:
         return ()
     return tuple(
@@ -151,7 +151,7 @@ def _note(choice: Strategy, place: AxisPlace, ranks_on: Sequence[HostRanks]) -> 
 
 
 def _note_shards(choice: Strategy, names: str, ranks_on: Sequence[HostRanks]) -> Iterator[str]:
-    """Where FSDP could gather within a host."""
+    """Note how FSDP could gather within a host."""
     if choice.degrees.pp > 1:
         return
     try:

@@ -171,7 +171,7 @@ _BY_WORD: Mapping[str, OptionRow] = {**{row.word: row for row in _OPTIONS}, **OP
 
 
 def read(settings: Mapping[str, object]) -> tuple[dict[str, int], dict[str, object]]:
-    """What was typed, by name: a word of DEGREES, SHORTHANDS, or an option's word or field.
+    """Read typed settings by name: a word of DEGREES, SHORTHANDS, or an option's word or field.
 
     None and False stand for what was not typed. Returns degrees by word, in the order of DEGREES,
     and values by field of strategy.choice.Options.

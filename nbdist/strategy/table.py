@@ -22,7 +22,7 @@ HELD = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class SentBytes:
-    """What every rank sends along axes of the mesh.
+    """Bytes that every rank sends along axes of the mesh.
 
     Attributes:
         axes: The ranks that differ in these alone take part.

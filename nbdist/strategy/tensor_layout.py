@@ -78,7 +78,7 @@ class Transfer:
 # A switch asks for the same some ten times, for each parameter and its states.
 @functools.lru_cache(maxsize=16384)
 def local_runs(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[Runs, ...] | None:
-    """What a rank holds of a tensor, for each dim; None if it holds nothing of it.
+    """Runs that a rank holds of a tensor, for each dim; None if it holds nothing of it.
 
     A rank whose share of a split is empty holds an empty tensor: a dim without runs. Equal
     for two ranks exactly when they hold the same elements.
@@ -149,7 +149,7 @@ def missing_on_ranks(old: Placement, new: Placement, world_size: int) -> tuple[i
 # The blocks of a model, and the moments of each weight, ask the same again and again.
 @functools.lru_cache(maxsize=256)
 def transfers(old: Placement, new: Placement, world_size: int) -> tuple[Transfer, ...]:
-    """What each rank needs to get from the old side to the new one, by target.
+    """Transfers that each rank needs to get from the old side to the new one, by target.
 
     A rank that holds the same on both sides needs nothing. The pieces of a target do not
     overlap, and together they are all it will hold, what it has already included.
@@ -205,7 +205,7 @@ def _changing(old: Placement, new: Placement, world_size: int) -> list[int]:
 
 
 def _chunk(size: int, degree: int, index: int) -> tuple[int, int]:
-    """Where torch.chunk's piece begins and ends. Source: torch.chunk, DTensor's Shard."""
+    """Start and end of torch.chunk's piece. Source: torch.chunk, DTensor's Shard."""
     step = -(-size // degree)
     return min(step * index, size), min(step * (index + 1), size)
 

@@ -65,7 +65,7 @@ Plan = dict[str, Style]
 
 @dataclass(frozen=True, slots=True)
 class FoundPlan:
-    """What the usual names say of a model.
+    """Plan found by the usual names in a model, and the layers that it misses.
 
     Attributes:
         plan: Empty where no name is known.
@@ -131,7 +131,7 @@ def attentions(plan: Plan, layers: Layers) -> tuple[Attention, ...]:
 
 
 def counts(plan: Plan, layers: Layers) -> Iterator[Count]:
-    """What tp has to divide without rest, so that a plan can be followed."""
+    """Counts that tp has to divide without rest, so that a plan can be followed."""
     for name, style in plan.items():
         layer = layers[name]
         if style.kind == "colwise":

@@ -89,7 +89,7 @@ def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
 
 
 def attribute_for(model: object, name: str) -> str:
-    """What the user assigns a plan of this name to.
+    """Name of the attribute to which the user assigns a plan of this name.
 
     transformers' models have properties of such names, which refuse nbdist's styles.
     """

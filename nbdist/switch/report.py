@@ -1,4 +1,4 @@
-"""What a switch of the strategy did, on one rank and on all."""
+"""Reports on a switch of the strategy, of one rank and of all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbdist.strategy.choice import Strategy
 
 @dataclass(frozen=True, slots=True)
 class RankSwitchReport:
-    """What a switch did on one rank, for a person to read.
+    """Report on a switch on one rank, for a person to read.
 
     Attributes:
         before, after: The strategies; equal where nothing was done.

@@ -27,7 +27,7 @@ _WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI, _FONT_PT = 7.5, 0.16, 0.7, 160, 6
 
 
 def current(choice: Strategy, tokens: Mapping[str, ExpertTokens] | None = None) -> View:
-    """What %dist_strategy shows: the current strategy, and every row on these ranks.
+    """View of %dist_strategy: the current strategy, and every row on these ranks.
 
     Under ep also how many tokens of the last cell the experts of each model got.
     """
@@ -117,7 +117,7 @@ def _cells(row: StrategyRow, current_choice: Strategy) -> list[str]:
 
 
 def _splits(choice: Strategy) -> str:
-    """What a row splits; the three things that a rank holds are one word together."""
+    """Parts that a row splits; the three things that a rank holds are one word together."""
     parts = [what for what in HELD if footprint.split_axes(choice, what)]
     labels = ["model"] if len(parts) == len(HELD) else parts
     others = ("experts", "batch", "sequence")
@@ -126,7 +126,7 @@ def _splits(choice: Strategy) -> str:
 
 
 def switch_result(report: RankSwitchReport) -> View:
-    """What a switch prints: what changed, rebound variables, what still holds old objects."""
+    """View of a switch: changes, rebound variables, and what still holds old objects."""
     if report.before == report.after:
         return _lines([f"The strategy is already {described(report.after)}. Nothing was changed."])
     changes = {

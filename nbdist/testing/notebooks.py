@@ -25,7 +25,7 @@ GUARDIAN_DEADLINE_S = 10.0
 
 
 def nbval_options(typed: Namespace) -> list[str]:
-    """What stands for nbval before the typed options."""
+    """Options for nbval before the typed ones."""
     options = [
         f"--nbval-kernel-startup-timeout={STARTUP_TIMEOUT_S}",
         f"--nbval-cell-timeout={CELL_TIMEOUT_S}",
@@ -99,7 +99,7 @@ class StoredCell(IPyNbCell):  # type: ignore[misc]
         return is_equal
 
     def repr_failure(self, excinfo: Any) -> str:
-        """What pytest shows of a cell that failed."""
+        """Text that pytest shows of a cell that failed."""
         if not self._difference:
             return str(super().repr_failure(excinfo))
         source = "\n".join(f"    {line}" for line in self.cell.source.splitlines())

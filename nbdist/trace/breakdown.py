@@ -1,4 +1,4 @@
-"""Where the time of a recorded cell went: shares, steps, the slowest rank, operations, traffic."""
+"""Breakdown of a cell's time: shares, steps, the slowest rank, operations, traffic."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def text(folders: Sequence[str]) -> PackedValue:
 
 
 def _folder() -> Path:
-    """Where this rank's file goes: the run's folder; on another host one that ends with it."""
+    """Make the folder of this rank's file: in the run's, on another host a temporary one."""
     if _state.folder is None:
         run_dir = Path(os.environ.get("NBDIST_RUN", ""))
         if run_dir.name and run_dir.is_dir():

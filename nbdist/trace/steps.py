@@ -1,4 +1,4 @@
-"""Where the steps of a trace begin and end, by the host's clock and by the device's.
+"""Start and end of a trace's steps, by the host's clock and by the device's.
 
 The host only launches what a GPU computes, and runs ahead of it by up to a whole loop. By the
 device's clock Kineto draws each annotation of the host once more on each stream

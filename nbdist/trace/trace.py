@@ -114,7 +114,7 @@ class RankTrace:
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """What is to be recorded.
+    """Options of a recording.
 
     Attributes:
         steps: Stop after so many, one more of which comes first and is left out; None for all.
@@ -129,7 +129,7 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What all ranks have recorded of one cell.
+    """Recording of one cell on all ranks.
 
     Attributes:
         ranks: In rank order.

@@ -1,4 +1,4 @@
-"""What was sent, made into values again: memory first, then what refers to it."""
+"""Unpacks sent values: memory first, then what refers to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Fill = Callable[[memoryview], None]
 
 @dataclass(frozen=True, slots=True)
 class UnpackedMemory:
-    """What a parcel holds, in memory of the receiver's own, before any value is made of it.
+    """Contents of a parcel, in the receiver's own memory, before any value is made of them.
 
     Attributes:
         buffers: Arrays that it refers to.

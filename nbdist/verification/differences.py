@@ -53,7 +53,7 @@ class TensorKey:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What has been added to a gradient, if one number explains it.
+    """Term added to a gradient, if one number explains it.
 
     Attributes:
         amount: The number.

@@ -42,7 +42,7 @@ class LossTerm:
 
     @property
     def element_weight(self) -> float:
-        """What one of its elements weighs in the loss."""
+        """Weight of one of its elements in the loss."""
         return self.weight / self.count if self.count else math.inf
 
 

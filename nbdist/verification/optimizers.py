@@ -15,7 +15,7 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class StateApart:
-    """What an optimizer remembers of a parameter, and some ranks have otherwise.
+    """State of a parameter in an optimizer that differs between ranks.
 
     Attributes:
         name: Of the parameter.
@@ -45,7 +45,7 @@ def settings_apart(settings: Sequence[Settings]) -> dict[str, dict[int, tuple[fl
 
 
 def optimizer_text(settings: Sequence[Settings], states: Sequence[StateApart]) -> str:
-    """What is not the same on all ranks, as a clause; empty where all is."""
+    """Clause on settings and state that differ between ranks; empty where none do."""
     apart = settings_apart(settings)
     texts = [
         f"{name} is "

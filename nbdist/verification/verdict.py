@@ -1,4 +1,4 @@
-"""What a verification says: right, or where a difference begins and what its numbers look like."""
+"""Verdict of a verification: right, or where a difference begins and what it looks like."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class AxisEvidence:
-    """What ranks along an axis have of one tensor, put together.
+    """Evidence of ranks along an axis on one tensor, put together.
 
     Attributes:
         axis: dp, cp or tp.
@@ -100,7 +100,7 @@ class AxisEvidence:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the kind of a difference is concluded from, beside the difference itself.
+    """Facts that decide the kind of a difference, beside the difference itself.
 
     Attributes:
         evidence: Rank by rank, of the tensor where it begins.
@@ -127,7 +127,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModuleLine:
-    """Where a difference begins: a module (empty for the model itself), and the user's line."""
+    """Start of a difference: a module (empty for the model itself), and the user's line."""
 
     module: str = ""
     line: SourceLine | None = None
@@ -200,7 +200,7 @@ def _are_all_outside(verification: Verification) -> bool:
 
 
 def kind_of(verification: Verification, first: Row, facts: StepFacts) -> str:
-    """What a difference looks like, by its numbers alone."""
+    """Kind of a difference, by its numbers alone."""
     for look in _LOOKS:
         if text := look(verification, first, facts):
             return text

@@ -1,4 +1,4 @@
-"""What `%dist_verify` shows: right or not, where and how, and a picture of all modules."""
+"""View of `%dist_verify`: right or not, where and how, and a picture of all modules."""
 
 from __future__ import annotations
 

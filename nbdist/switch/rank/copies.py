@@ -1,4 +1,4 @@
-"""What a switch leaves as it is: copies of a model, and tensors by the names of its parameters.
+"""Finds what a switch does not change: copies of a model, tensors named as its parameters.
 
 An average of the weights (EMA) is one, a reference that is to stay as it is another, and nothing
 tells them apart. So a copy is not changed: the switch that parts it from its model names it.
@@ -78,7 +78,7 @@ def notes(before: Sequence[ModelLayout]) -> tuple[str, ...]:
 
 
 def _named(held_details: Iterable[tuple[Any, str]], told_names: set[str]) -> dict[str, str]:
-    """What was found, by a name of the user's that is not told yet; sorted, as on all ranks."""
+    """Details by the user's names for their objects, without names already told; sorted."""
     pairs = list(held_details)
     names = [min(several, key=len, default="") for several in holders([held for held, _ in pairs])]
     details = dict(zip(names, (detail for _, detail in pairs), strict=True))

@@ -1,4 +1,4 @@
-"""What this rank counted of its models' experts, for a picture in the notebook."""
+"""Counts of this rank for its models' experts, for a picture in the notebook."""
 
 from __future__ import annotations
 

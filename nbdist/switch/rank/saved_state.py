@@ -1,4 +1,4 @@
-"""What training changes on this rank, kept and put back: for a step that is to leave no trace.
+"""Saves and restores this rank's training state: for a step that is to leave no trace.
 
 Every copy is of this rank's own part, under the strategy of before, so no rank is met.
 """
@@ -36,7 +36,7 @@ from nbdist.switch.rank.commit import display_name
 
 @dataclass(slots=True)
 class _SavedState:
-    """What training changes on this rank, as it was.
+    """Saved training state of this rank.
 
     Attributes:
         put_back: Puts back the values and modes of these, what their optimizers hold, schedulers,
@@ -98,7 +98,7 @@ def save_training_state() -> tuple[str, ...]:
 
 
 def _generators_in(variables: Mapping[str, Any]) -> Iterator[object]:
-    """What variables hold, and the generators of loaders that are not prepared."""
+    """Values of variables, and the generators of loaders that are not prepared."""
     for value in variables.values():
         yield value
         if issubclass(type(value), DataLoader):

@@ -59,7 +59,7 @@ class Page:
 
     @property
     def url(self) -> str:
-        """Where the page is, for a browser on this host."""
+        """URL of the page, for a browser on this host."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def close(self) -> None:

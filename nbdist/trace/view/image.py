@@ -88,7 +88,7 @@ def png(trace: Trace, events: TraceRows) -> bytes:
 
 
 def span_ns(trace: Trace) -> tuple[int, int]:
-    """Where the picture begins and ends: what events and steps take, at least 1 ns."""
+    """Start and end of the picture: of all events and steps, at least 1 ns."""
     first = [int(r.events.start_ns.min()) for r in trace.ranks if len(r.events)]
     steps = [step for rank in trace.ranks for step in rank.steps]
     begin_ns = min([0, *first, *(step.start_ns for step in steps)])
@@ -96,7 +96,7 @@ def span_ns(trace: Trace) -> tuple[int, int]:
 
 
 def shares(events: TraceRows, rows: slice, between_ns: tuple[int, int], columns: int) -> Reals:
-    """What share of each pixel's time is taken by each kind: (rows, kinds, columns).
+    """Share of each pixel's time taken by each kind: (rows, kinds, columns).
 
     Exact but for events that take next to no time, which get a trace of a share. Overlapping
     events of one row and kind add up. `between_ns`: where the pixels begin and end.

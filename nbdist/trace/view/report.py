@@ -24,7 +24,7 @@ MOST_NOTE = 400
 
 
 def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding]) -> View:
-    """What %dist_trace shows: the timeline, where the time went, and what to do about it.
+    """View of %dist_trace: the timeline, where the time went, and what to do about it.
 
     The text has every number. The HTML has the timeline above the same numbers and asks nothing
     of the network; the whole stays below 2 MB for any trace. Where outputs are stored and
@@ -72,7 +72,7 @@ def _head(trace: Trace, shares: TimeBreakdown) -> str:
 
 
 def _ranks(shares: TimeBreakdown) -> View:
-    """Where the time of each rank went."""
+    """Table of each rank's time by what it went to."""
     has_steps = any(rank.steps_ns for rank in shares.ranks)
     unit = "step" if has_steps else "recording"
     if not shares.ranks:
@@ -134,7 +134,7 @@ def _operations(shares: TimeBreakdown) -> View:
 
 
 def _traffic(shares: TimeBreakdown) -> View:
-    """What a rank sends, and the strategy's formula for the same."""
+    """Bytes that a rank sends, and the strategy's formula for the same."""
     per = "per step" if shares.step_ns else "in all"
     total = f"a rank sends {units.size(shares.sent_bytes)} {per}"
     if shares.formula_bytes is not None:
@@ -160,7 +160,7 @@ def _traffic(shares: TimeBreakdown) -> View:
 
 
 def _notes(trace: Trace, shares: TimeBreakdown, events: TraceRows, items: Items) -> Iterator[str]:
-    """What the picture and the numbers leave out; of the trace's own notes `shares` has each."""
+    """Notes on gaps in picture and numbers; of the trace's own notes `shares` has each."""
     if not is_stored():
         yield from _left_out(trace, events, items)
     yield from (one_line(note, MOST_NOTE) for note in shares.notes)

@@ -1,4 +1,4 @@
-"""What every module of a model takes, gives and gets back in one step, copied to the host."""
+"""Captures each module's inputs, outputs and gradients in one step, copied to the host."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PARTIAL = "it is a partial sum that the strategy adds up later"
 
 @dataclass(slots=True)
 class Captured:
-    """What one step has computed on this rank.
+    """Tensors and facts that one step has computed on this rank.
 
     Attributes:
         values: Each tensor; under a pipeline its micro-batches, in order.
@@ -244,7 +244,7 @@ def gradients_of(model: Prepared) -> dict[str, torch.Tensor]:
 
 
 def _numbers(group: dict[str, Any]) -> tuple[tuple[str, tuple[float, ...]], ...]:
-    """What a group sets to a number, or to several: lr, betas, weight_decay."""
+    """Settings of a group that are a number, or several: lr, betas, weight_decay."""
     listed = {k: v if isinstance(v, (tuple, list)) else (v,) for k, v in group.items()}
     return tuple(
         (key, tuple(float(value) for value in values))
@@ -259,7 +259,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _gate(model: Prepared) -> torch.nn.Module | None:
-    """What runs a step's forward, where the wrapper runs the model to find things out as well."""
+    """Module for a step's forward, if the wrapper runs the model to find things out as well."""
     root = model.built.job.root
     if isinstance(root, Stages):
         return root

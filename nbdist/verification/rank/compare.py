@@ -52,7 +52,7 @@ class StepRun:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes on the host."""
+        """Bytes that it takes on the host."""
         captured = self.captured
         tables = (captured.gradients, self.before, self.after)
         tensors = [t for pieces in captured.values.values() for t in pieces]
@@ -110,7 +110,7 @@ class Triple:
     moved: torch.Tensor
 
     def difference(self, key: TensorKey, order: int) -> Difference:
-        """What differs, in double precision."""
+        """Compare the two in double precision."""
         here, reference, moved = (t.double() for t in (self.here, self.reference, self.moved))
         square = float((reference * reference).sum())
         factor = float((here * reference).sum()) / square if square else 1.0
@@ -239,7 +239,7 @@ def value_of(
 
 
 def _averaged(sides: Sides) -> dict[TensorKey, torch.Tensor]:
-    """What is not split by data, and yet belongs to a rank's own: the mean over these. Collective.
+    """Mean, over ranks, of values not split by data that still differ by rank. Collective.
 
     A loss; and the gradient of what is the same for all samples, such as positions.
     """
@@ -307,7 +307,7 @@ def _addition(triple: Triple, parameter: torch.Tensor) -> Addition | None:
 
 
 def part(sides: Sides, name: str, whole: torch.Tensor) -> torch.Tensor | None:
-    """What this rank holds of a parameter; None for nothing."""
+    """Part of a parameter that this rank holds; None for nothing."""
     return build.part_of(whole, sides.model.layouts[name], sides.model.degrees, rank())
 
 

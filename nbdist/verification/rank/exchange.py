@@ -1,4 +1,4 @@
-"""What ranks show one another within a step of the reference, which may end early on some."""
+"""Exchanges values of ranks within a step of the reference, which may end early on some."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReferenceMemoryError(NbdistError):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What a rank shows that makes the step no longer: why, where it has failed."""
+    """Message of a rank that makes the step no longer: why, where it has failed."""
 
     why: str = ""
     is_memory: bool = False
@@ -48,7 +48,7 @@ class Exchange:
         return gathered
 
     def run(self, step: Callable[[], T]) -> T:
-        """What the step gives. Collective: every rank.
+        """Run the step and return its result. Collective: every rank.
 
         Raises:
             ReferenceMemoryError: A rank ran out of memory in it; on all ranks.

@@ -1,4 +1,4 @@
-"""What a loss is made of, read from autograd's graph between a model and its backward."""
+"""Terms of a loss, read from autograd's graph between a model and its backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GraphTerm:
 
 
 def terms_of(roots: Sequence[Any], outputs: Sequence[Any], accumulate: int) -> list[GraphTerm]:
-    """What may be a term, from the loss on, the first summands first, not into the model."""
+    """Possible terms from the loss on, the first summands first, not into the model."""
     terms: list[GraphTerm] = []
     seen: set[Any] = set()
     left: list[tuple[Any, tuple[int, ...], int]] = [(node, (), 0) for node in reversed(roots)]

@@ -1,4 +1,4 @@
-"""What the code around a model does in a step: the terms of each loss, and calls that make data."""
+"""Notes on the code around a model in a step: terms of each loss, calls that make data."""
 
 from __future__ import annotations
 

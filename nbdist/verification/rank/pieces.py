@@ -13,7 +13,7 @@ from nbdist.strategy.choice import Degrees
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What of a step is this rank's.
+    """Share of this rank in a step.
 
     Attributes:
         degrees: Of the strategy.

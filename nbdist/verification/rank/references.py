@@ -63,7 +63,7 @@ def reference_of(before: Strategy, name: str) -> Strategy:
 
 
 def methods_of(outer: torch.nn.Module) -> frozenset[str]:
-    """What a user can call on a model under its strategy, as DDP's no_sync, and what is in it."""
+    """Methods that a user can call on a wrapped model, as DDP's no_sync, and its inner module."""
     names = (name for name in dir(outer) if not name.startswith("_"))
     return frozenset(n for n in names if n == _INNER or callable(getattr(outer, n)))
 

@@ -235,7 +235,7 @@ class _Verifier:
     def _facts(
         self, sides: list[Sides], first: Row | None, passes: tuple[_Pass, _Pass, _Pass]
     ) -> StepFacts:
-        """What the kind of a difference is concluded from. Collective: every rank."""
+        """Gather the facts that decide the kind of a difference. Collective: every rank."""
         here, reference, moved = passes
         evidence: list[tuple[AxisEvidence, ...]] = []
         if first is not None:
@@ -257,7 +257,7 @@ class _Verifier:
         )
 
     def _outer_findings(self, reference: _Pass) -> Iterator[Finding]:
-        """What is wrong in the code around the models. Collective: every rank."""
+        """Findings in the code around the models. Collective: every rank."""
         degrees = self._before.degrees
         peers = {_data_peers(self._before, number) for number in range(degrees.product)}
         terms = all_gather_object(reference.terms)
@@ -349,7 +349,7 @@ class _Verifier:
     def _runs(
         self, captures: list[Capture], befores: list[dict[str, torch.Tensor]], *, is_reference: bool
     ) -> list[StepRun]:
-        """What was captured; of a reference whole tensors, and rank 0's. Collective: every rank."""
+        """Captured runs; of a reference whole tensors, and rank 0's. Collective: every rank."""
         runs = [
             StepRun(capture.captured, before, _values(model))
             for model, capture, before in zip(self._models, captures, befores, strict=True)
@@ -461,7 +461,7 @@ def _step_of(request: StepRequest, models: list[Prepared]) -> Callable[[], None]
 
 @contextlib.contextmanager
 def _everything_put_back(models: list[Prepared]) -> Iterator[None]:
-    """What a step and a switch change is as it was, gradients too, however the block ends."""
+    """Restore all that a step and a switch change, gradients too, however the block ends."""
     gradients = [
         {
             name: (parameter.grad, local_of(parameter.grad).clone())
@@ -481,7 +481,7 @@ def _everything_put_back(models: list[Prepared]) -> Iterator[None]:
 
 
 class _InputDigests:
-    """What went into a model's forwards on this rank: whether two runs of a step got the same."""
+    """Digests of the inputs of a model's forwards on this rank, to compare two runs of a step."""
 
     def __init__(self) -> None:
         self.digests: list[str] = []
@@ -547,7 +547,7 @@ def _root_weight_of(run: StepRun) -> float:
 
 
 def _place(sides: list[Sides], first: Row | None, varying: str | None) -> ModuleLine:
-    """Where in the user's source the difference begins."""
+    """Module and line of the user's source at which the difference begins."""
     if varying is not None:  # with it all tolerances are as random
         captured = sides[0].reference.captured
         return ModuleLine(varying, captured.written.get(varying) or captured.lines.get(varying))

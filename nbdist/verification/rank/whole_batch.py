@@ -32,7 +32,7 @@ class Peers:
     exchange: Exchange
 
     def gather(self, value: T) -> list[T]:
-        """What these ranks show. Collective: every rank, of all peers alike."""
+        """Gather a value from these ranks. Collective: every rank, of all peers alike."""
         shown = self.exchange.gather(value)
         return [shown[rank] for rank in self.ranks]
 
@@ -72,7 +72,7 @@ class WholeBatch:
                 attributes["forward"] = patched
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for this rank's batch, computed with all batches. Collective.
+        """Compute the model's result for this rank's batch with all batches. Collective.
 
         Raises:
             OptionError: The ranks' batches cannot be put together.
