@@ -49,7 +49,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """Frames that a thread was in."""
+    """Stack of one thread."""
 
     name: str  # or its number
     is_current: bool  # it is the one that crashed, or was asked

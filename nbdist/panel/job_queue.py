@@ -144,6 +144,6 @@ class JobQueue:
             self.note(f"the next cell on ranks will run as {BUTTONS[name].magic}")
 
     def disarm(self) -> str:
-        """Disarm and return the newest button for the cell that begins now, and it alone; or ""."""
+        """Disarm and return the armed button for the cell that begins now, and it alone; or ""."""
         with self._lock:
             return self._armed.pop() if self._armed else ""

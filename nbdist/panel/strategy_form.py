@@ -169,7 +169,7 @@ def model_text(model: PreparedModel) -> str:
 def describe_held(
     choice: Strategy, models: Sequence[PreparedModel], current: Strategy | None = None
 ) -> str:
-    """Bytes each rank would hold of the prepared models between steps, with Adam's state.
+    """Describe the bytes a rank would hold of prepared models between steps, with Adam's state.
 
     By strategy.footprint's formula; activations are not in it. `current` is the strategy that
     counts, to compare with.

@@ -1,4 +1,4 @@
-"""Finds what a switch does not change: copies of a model, tensors named as its parameters.
+"""Finds copies of models and tables of tensors by parameter name, which a switch leaves as is.
 
 An average of the weights (EMA) is one, a reference that is to stay as it is another, and nothing
 tells them apart. So a copy is not changed: the switch that parts it from its model names it.

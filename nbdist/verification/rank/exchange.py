@@ -23,7 +23,7 @@ class ReferenceMemoryError(NbdistError):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Message of a rank that makes the step no longer: why, where it has failed."""
+    """Message of a rank that has ended the step: why, where it has failed."""
 
     why: str = ""
     is_memory: bool = False
