@@ -171,7 +171,7 @@ _CASES: tuple[Case, ...] = (
 
 
 def _cases(space: SearchSpace) -> tuple[Case, ...]:
-    """What is planned; on more than one host also layers within hosts, the rest between.
+    """Cases that are planned; on more than one host also layers within hosts, the rest between.
 
     The experts of a layer lie on as many ranks as can be, of one host where there are several.
     """

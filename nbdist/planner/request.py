@@ -119,7 +119,7 @@ class PlanRequest:
 
     @property
     def load(self) -> Workload:
-        """What a step trains with."""
+        """Workload that a step trains with."""
         return Workload(
             self.batch, self.sequence, self.optimizer or OPTIMIZER, self.recipe or "",
             self.samples or 0, imbalance=self.imbalance,

@@ -42,7 +42,7 @@ class RuleOfThumb:
 
 @dataclass(frozen=True, slots=True)
 class RuleAnswer:
-    """What a rule chooses for a plan.
+    """Choice of a rule for a plan.
 
     Attributes:
         because: Its own reason, a clause.

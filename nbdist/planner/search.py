@@ -54,7 +54,7 @@ OFFLOADS = strategy_options.OPTIONS["offload"].choices
 
 @dataclass(frozen=True, slots=True)
 class Search(Plan):
-    """What a search came to.
+    """Result of a search.
 
     Its rows are those whose time was estimated: first the safe ones (the risky ones where none is
     safe), the fastest first, then the smallest of each mesh on which nothing is safe.

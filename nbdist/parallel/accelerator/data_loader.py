@@ -172,7 +172,7 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
 
 
 def arguments(source: DataLoader[Any]) -> dict[str, Any]:
-    """What a DataLoader was made with, without its dataset and its samplers."""
+    """Arguments that a DataLoader was made with, without its dataset and its samplers."""
     return {name: getattr(source, name) for name in _ARGUMENTS if hasattr(source, name)}
 
 

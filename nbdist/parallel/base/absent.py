@@ -79,7 +79,7 @@ class AbsentTensor(torch.Tensor):
         raise NbdistError(SAVE)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """What it is; no values."""
+        """Shape and dtype of the tensor; no values."""
         return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, on another stage)"
 
 

@@ -45,7 +45,7 @@ _VERDICTS = {"safe": "#228833", "risky": "#aa7700", "no": "#bb3344", "?": "#7777
 
 @dataclass(frozen=True, slots=True)
 class PlanView(View):
-    """What a plan shows, with its numbers."""
+    """View of a plan, with its numbers."""
 
     plan: Plan | None = None
     advice: Advice | None = None

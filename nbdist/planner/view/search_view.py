@@ -35,7 +35,7 @@ _NO_COLOUR, _FRONT_COLOUR, _CHOSEN_COLOUR = "#bb3344", "#228833", "#aa3377"
 
 @dataclass(frozen=True, slots=True)
 class SearchView(PlanView):
-    """What a search shows, with its numbers; `plan.rows` are those that were timed."""
+    """View of a search, with its numbers; `plan.rows` are those that were timed."""
 
     search: Search | None = None
 
