@@ -95,10 +95,9 @@ demo: $(INSTALLED) | build/settings
 	@echo "$(CURDIR)/build/$(DEMO).ipynb"
 	@echo "$(CURDIR)/build/$(DEMO).html"
 
-# Three files of tests or notebooks at a time where there are two cores (13 min; 15 with two: one
-# waits while the others compute), and the tests of a file, which share their ranks, one after the
-# other. Another number: `make test WORKERS=2`; one: WORKERS=.
-WORKERS ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -ge 2 && echo 3)
+# Two files of tests or notebooks at a time where there are two cores, and the tests of a file, which
+# share their ranks, one after the other. Three take a seventh less: `make test WORKERS=3`; one: WORKERS=.
+WORKERS ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -ge 2 && echo 2)
 side_by_side = $(if $(1),-n $(1) --dist loadfile)
 
 # The browser tests drive JupyterLab, so it comes along where there is a browser.
