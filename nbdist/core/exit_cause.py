@@ -62,6 +62,11 @@ def cause(code: int | None, remains: Remains) -> str:
     return f"signal {name}: {killer}"
 
 
+def exit_words(code: int) -> str:
+    """`exit code 1`, `signal SIGKILL`, of an exit code that is negative for a signal."""
+    return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"
+
+
 def signal_name(number: int) -> str:
     """`SIGKILL`; the number itself where it has no name."""
     try:

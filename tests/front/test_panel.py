@@ -27,7 +27,7 @@ def press(name, **chosen):
     for word, value in chosen.items(): getattr(PANEL._widgets, word).value = value
     pressing = threading.Thread(target=PANEL.press, args=(name,))
     pressing.start(); pressing.join()
-def log(): return [one.text for one in PANEL.job_queue.log]
+def log(): return [entry.text for entry in PANEL.job_queue.log]
 def until(is_true, limit_s=30):
     end_s = time.monotonic() + limit_s
     while not is_true():

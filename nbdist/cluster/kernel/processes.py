@@ -20,8 +20,8 @@ from nbdist.cluster.kernel import ipp_launchers, run_dir
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine
 from nbdist.cluster.kernel.launchers.agents import SILENT_S
-from nbdist.cluster.kernel.launchers.helper_process import exit_words
 from nbdist.cluster.kernel.launchers.rank_set import RankSet, is_own
+from nbdist.core.exit_cause import exit_words
 from nbdist.errors import StartError
 from nbdist.rpc.kernel import sigint
 

@@ -23,7 +23,8 @@ import psutil
 
 from nbdist.cluster import nccl_env
 from nbdist.cluster.agent import guardian
-from nbdist.cluster.kernel.launchers.helper_process import HelperProcess, exit_words
+from nbdist.cluster.kernel.launchers.helper_process import HelperProcess
+from nbdist.core.exit_cause import exit_words
 from nbdist.errors import StartError
 
 PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "fork_server.py"

@@ -25,6 +25,7 @@ from nbdist.cluster.agent import agent, guardian
 from nbdist.cluster.agent.agent import GONE
 from nbdist.cluster.hosts import HostFacts
 from nbdist.cluster.kernel.launchers.helper_process import HelperProcess
+from nbdist.core.exit_cause import exit_words
 from nbdist.core.typed_json import Misfit, Value
 from nbdist.errors import NbdistError
 
@@ -192,8 +193,7 @@ class HostAgent(HelperProcess):
         except subprocess.TimeoutExpired:
             self._lose("it has hung up: another kernel has come for its ranks")
             code = self._process.wait()
-        end = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._lose(f"the connection ended ({end}). {self.words()}".rstrip())
+        self._lose(f"the connection ended ({exit_words(code)}). {self.words()}".rstrip())
 
     def _lose(self, reason: str) -> bool:
         if not super()._lose(reason):

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import queue
-import signal
 import subprocess
 import tempfile
 import threading
@@ -162,13 +161,3 @@ class HelperProcess:
             with contextlib.suppress(InvalidStateError):  # cancelled just now
                 future.set_exception(self.lost_error(reason))
         return True
-
-
-def exit_words(code: int) -> str:
-    """`exit code 1`, `signal SIGKILL`, of an exit code that is negative for a signal."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
