@@ -84,7 +84,7 @@ def bench(values: Namespace) -> View:
 
 
 def _tell(text: str) -> None:
-    """What is measured now, in place of what was before; nothing where stderr is a file."""
+    """Show the measurement under way in place of the one before; nothing where stderr is a file."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()

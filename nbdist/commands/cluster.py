@@ -59,7 +59,7 @@ def temporary_ranks(values: Namespace) -> Iterator[Session]:
 
 
 def start_options(values: Namespace) -> StartOptions:
-    """What was typed of START_OPTIONS, or of those of them that the verb has."""
+    """Collect the START_OPTIONS that were given, or those of them that the verb has."""
     typed, job = _values(StartOptions, values), _values(SlurmOptions, values)
     if typed.get("hosts") and typed.get("profile") == "local":
         raise OptionError(
@@ -71,7 +71,7 @@ def start_options(values: Namespace) -> StartOptions:
 
 
 def _values(record: type[Any], values: Namespace) -> dict[str, Any]:
-    """What was typed of the fields of a record, by name."""
+    """Collect the given options that are fields of a record, by name."""
     names = [field.name for field in fields(record)]
     typed = {name: getattr(values, name, None) for name in names}
     return {name: value for name, value in typed.items() if value is not None}

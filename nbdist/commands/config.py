@@ -68,7 +68,7 @@ def _configure(values: Namespace) -> Configured:
 
 
 def device_type(typed: str | None) -> str:
-    """What torch calls a --device; "" for nothing typed."""
+    """Translate --device to torch's device type; "" without the option."""
     if typed is not None and typed not in DEVICES:
         raise no_such("--device", typed, DEVICES)
     return "" if typed is None else DEVICES[typed]

@@ -38,7 +38,7 @@ magics: Mapping[str, Verb] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where cells were read; its name is for the script's first line and the note.
+    """The source of cells; its name is for the script's first line and the note.
 
     Attributes:
         hosts: Where each of the ranks runs that these cells have started; empty without.
@@ -52,7 +52,7 @@ class _Origin:
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What is to be written, and for which ranks; None for what was not typed."""
+    """The script to write, and its ranks; None for options that were not given."""
 
     script: str | Path
     source: str | Path | None = option(
@@ -117,7 +117,7 @@ def write_script(request: ExportRequest) -> View:
 
 
 def _other_strategy(origin: _Origin, exported: ExportedScript) -> list[str]:
-    """What to say where the ranks' strategy is not the one of the cells."""
+    """Word a note if the ranks' strategy is not the one of the cells."""
     now = NOTEBOOK.session.strategy_chosen if origin.hosts else None
     if now is None or now == (last := exported.last or default_choice(now.world_size)):
         return []
@@ -126,7 +126,7 @@ def _other_strategy(origin: _Origin, exported: ExportedScript) -> list[str]:
 
 
 def _target(origin: _Origin, request: ExportRequest) -> Target:
-    """Where the script is to run: as typed, else as the ranks of this notebook do."""
+    """Choose where the script is to run: as given, else as the ranks of this notebook do."""
     here = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
     device = config.device_type(request.device) or here.split(":")[0]
     blocks: tuple[str, ...] = ()
@@ -221,7 +221,7 @@ def _history() -> list[NotebookCell]:
 
 
 def meaning(name: str, line: str) -> Magic | None:
-    """What a magic means for a script; None for one that is not nbdist's."""
+    """Translate a magic for a script; None for one that is not nbdist's."""
     if name not in magics:
         return None
     verb = magics[name]

@@ -28,7 +28,7 @@ def cell_options(values: Namespace) -> CellOptions:
 
 
 def snapshot_view(snapshot: Snapshot) -> View:
-    """What a snapshot says."""
+    """Build the view of a snapshot."""
     peaks = peak.peaks(snapshot)
     return memory_report(snapshot, peaks, findings.findings(snapshot, peaks))
 

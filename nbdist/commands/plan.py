@@ -48,7 +48,7 @@ def make_plan(model: Any, request: PlanRequest, given: Mapping[str, object]) -> 
 
 
 def _lines(row: PlanRow, result: Search) -> tuple[str, ...]:
-    """What takes a row: for these ranks in a notebook, and for a script.
+    """List the options that give a row: for these ranks in a notebook, and for a script.
 
     That is a configuration where Accelerate or DeepSpeed has the strategy, else nbdist's launcher.
     """

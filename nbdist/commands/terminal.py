@@ -48,7 +48,7 @@ RUN_SCRIPT = "__import__('nbdist.engine.script', fromlist=['run']).run(globals()
 
 
 class _Unshown:
-    """Where the output of a cell goes that is interrupted so that its ranks can be saved."""
+    """A sink for the output of a cell that is interrupted so that its ranks can be saved."""
 
     def draw(self, _events: Sequence[Event]) -> None:
         """Show nothing."""

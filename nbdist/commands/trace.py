@@ -42,7 +42,7 @@ def dist_trace(values: Namespace) -> View:
 
 
 def report(trace: Trace) -> View:
-    """What a trace says."""
+    """Build the report of a trace."""
     shares = breakdown.breakdown(trace)
     return trace_report(trace, shares, findings.findings(trace, shares))
 

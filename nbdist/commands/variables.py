@@ -44,7 +44,7 @@ def dist_pull(values: Namespace) -> View:
 
 
 def _notebook_names() -> list[str]:
-    """What Tab offers to push: IPython itself completes no names behind a magic."""
+    """List the names that Tab offers to push: IPython itself completes no names behind a magic."""
     shell: Any = get_ipython()
     hidden, variables = shell.user_ns_hidden, shell.user_ns.items()
     names = [n for n, value in variables if n not in hidden or hidden[n] is not value]

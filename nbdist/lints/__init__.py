@@ -1,4 +1,4 @@
-"""What goes wrong without an error: the rules, their sentences, whether replicas are equal.
+"""Mistakes without an error: the rules, their sentences, whether replicas are equal.
 
 Pure: what a rank observes for them stands in `lints.rank`.
 """

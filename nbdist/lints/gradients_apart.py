@@ -37,7 +37,7 @@ _IDIOMS = {
 
 
 def sentence(subject: str, who: str, idiom: str, place: str) -> str:
-    """What happened and what to write, for the lint and `%dist_check`."""
+    """Word the finding and its remedy, for the lint and `%dist_check`."""
     what, write = _IDIOMS[idiom]
     where = f" at {place}" if place else ""
     return (

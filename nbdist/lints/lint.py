@@ -1,4 +1,4 @@
-"""What a lint is, and how the facts of several ranks are judged."""
+"""A lint as a record, and the judgement of the facts of several ranks."""
 
 from __future__ import annotations
 

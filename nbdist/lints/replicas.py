@@ -145,7 +145,7 @@ class CheckedModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCheck:
-    """What a check of all ranks came to.
+    """The result of a check of all ranks.
 
     Attributes:
         ranks: That were asked.

@@ -44,7 +44,7 @@ LINTS = {lint.name: lint for lint in _ALL}
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one rank saw in one cell: a lint's name, a variable or class, facts for JSON."""
+    """An event that one rank saw in a cell: a lint's name, a variable or class, facts for JSON."""
 
     lint: str
     subject: str
@@ -53,7 +53,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """What a lint has found in a cell.
+    """A finding of a lint in a cell.
 
     Attributes:
         model: Number of a model on its rank, where the lint is about one; else 0.
@@ -66,12 +66,12 @@ class Diagnostic:
 
     @property
     def cause(self) -> tuple[str, str, int]:
-        """What is reported once."""
+        """Name the key under which a diagnostic is reported once."""
         return self.lint, self.subject, self.model
 
     @property
     def lines(self) -> tuple[str, str]:
-        """What and where; then why, what to do, and how to silence it."""
+        """Word the mistake and its place; then the reason, the remedy, and how to silence it."""
         row = LINTS[self.lint]
         return (
             f"lint {row.name} [{rank_label(self.hit.ranks)}]: {self.hit.found}",
@@ -80,7 +80,7 @@ class Diagnostic:
 
 
 def evaluate(observations: Mapping[int, Sequence[Observation]], *, is_ok: bool) -> list[Diagnostic]:
-    """What lints find in a cell, in the table's order; from what each rank saw.
+    """Judge a cell by the lints, in the table's order, from the observations of each rank.
 
     `is_ok`: the cell ended well on every rank that ran it.
     """

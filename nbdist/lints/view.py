@@ -1,4 +1,4 @@
-"""What `%dist_check` shows: a table of models, then what is wrong with them."""
+"""The view of `%dist_check`: a table of models, then the mistakes in them."""
 
 from __future__ import annotations
 

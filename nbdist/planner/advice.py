@@ -1,4 +1,4 @@
-"""What to choose by a plan's numbers, what would make it fit, and what rules of thumb say."""
+"""A choice by a plan's numbers, remedies that would make it fit, and rules of thumb."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def objection(planned: Plan, widest: int, row: PlanRow) -> str:
 
 
 def slow_link(planned: Plan, row: PlanRow) -> str:
-    """What a row's messages inside of blocks cross that is no NVLink; "" where it was measured.
+    """Name the slow link that messages inside of blocks cross; "" where it was measured.
 
     All-reduces of tp wait in the middle of forward and backward. PCIe's and a network's data sheet
     says little of them: GPUs without peer-to-peer go through the host's memory.
@@ -279,7 +279,7 @@ def cost(planned: Plan, row: PlanRow) -> str:
 
 
 def _on_host(planned: Plan, row: PlanRow) -> str:
-    """What is offloaded to a host, by all of its ranks; "" where nothing is."""
+    """Word the bytes that all ranks of a host offload to it; "" where nothing is."""
     memory = row.memory
     if memory is None or not (memory.host or memory.disk):
         return ""
@@ -369,7 +369,7 @@ def _changes(planned: Plan) -> Iterator[tuple[str, SearchSpace]]:
 
 
 def _ladder(planned: Plan) -> list[tuple[str, SearchSpace]]:
-    """What saves memory, each with those before it: words and the plan with them; first nothing.
+    """List savings of memory, each on top of those before it: words and plan; first none.
 
     Offloading is not in it: it moves what it saves to the host.
     """

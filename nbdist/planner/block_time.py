@@ -40,7 +40,7 @@ ROUTED_KERNELS = 12
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What no data sheet has; fitted or from a source, see docs/plan.md.
+    """Speeds that no data sheet has; fitted or from a source, see docs/plan.md.
 
     Attributes:
         attention: Rate of attention by that of products.
@@ -79,7 +79,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class RankSpeed:
-    """What a rank computes with; `width` is the bytes of a number in products.
+    """The speed of a rank; `width` is the bytes of a number in products.
 
     `rows_each` is how many rows of experts it has for each of its tokens (workload.rows_each).
 

@@ -57,7 +57,7 @@ def ring_of(choice: Strategy, axes: tuple[str, ...], per_host: int = PER_HOST) -
 
 
 def ring_bytes_per_s(ring: Ring, device: Device, speeds: Speeds) -> float:
-    """What a ring carries: its link in a host, or its ranks' part of the host's ports."""
+    """Compute a ring's bandwidth: its link in a host, or its ranks' part of the host's ports."""
     link = link_of(device, 1)
     if link is None or ring.size == 1:
         return math.inf

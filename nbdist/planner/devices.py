@@ -82,7 +82,7 @@ class Device:
 
     @property
     def usual_precision(self) -> str:
-        """What people train in on it: bf16, fp16 where there is no bf16, fp32 on a CPU."""
+        """The precision in which people train there: bf16, else fp16; fp32 on a CPU."""
         if self.is_cpu:
             return "fp32"
         return "bf16" if self.has_bf16 else "fp16"

@@ -1,4 +1,4 @@
-"""What is asked of a run with fake tensors, what comes back, and how both become text."""
+"""Requests to a run with fake tensors and its answers, and how both become text."""
 
 from __future__ import annotations
 

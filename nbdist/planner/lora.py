@@ -178,7 +178,7 @@ def dequantized_bytes(model: ModelShape, width: int) -> float:
 def held_parts(
     model: ModelShape, choice: Strategy, recipe: Recipe, stored: int
 ) -> dict[str, float]:
-    """What footprint.held_parts counts, of the pipeline stage that has most.
+    """Compute footprint.held_parts of the pipeline stage that has most.
 
     Of what is frozen there are only parameters, of so many bytes as `stored` unless packed. FSDP1
     splits a block as one row, so adapters may lie on one rank alone: they are counted so.
@@ -205,7 +205,7 @@ def stage_scales(model: ModelShape, stages: int) -> float:
 
 
 def described(model: ModelShape, stored: int) -> list[str]:
-    """What is trained and what is frozen, a line each; `stored` are bytes of a frozen number."""
+    """Describe trained and frozen parameters, a line each; `stored` are a frozen number's bytes."""
     lora = model.lora
     if lora is None:
         return []

@@ -272,7 +272,7 @@ def _alone(choice: Strategy, stacked: float) -> float:
 
 
 def _gathered(model: ModelShape, choice: Strategy, widths: Widths, pieces: int) -> float:
-    """What FSDP has whole: two blocks (one is gathered ahead) or all, root, one block's gradients.
+    """Count tensors that FSDP gathers: two blocks (one ahead) or all, root, a block's gradients.
 
     Gradients stand there as backward made them and once more as they are reduced. Where several
     backwards are added up, of batches or of a pipeline's micro-batches, all are there as they are

@@ -162,7 +162,7 @@ def events_of(
 
 
 def _needed(kind: str, place: int, piece: int, last: int) -> tuple[Operation | None, bool]:
-    """What an operation of a place of the pipeline needs, and whether it is sent from another."""
+    """Find the operation that another one needs, and whether its result is sent from a stage."""
     if kind == FORWARD:
         return (None, False) if place == 0 else ((FORWARD, place - 1, piece), True)
     if kind == WEIGHTS:

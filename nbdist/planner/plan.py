@@ -36,7 +36,7 @@ Case = tuple[str, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What is planned: a model, devices and a batch, and what was typed of a strategy.
+    """The subject of a plan: a model, devices and a batch, and the given parts of a strategy.
 
     Attributes:
         load: In a search its `samples` are the effective batch, and `batch` counts for nothing.

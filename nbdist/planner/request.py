@@ -1,4 +1,4 @@
-"""What was asked of a plan, as typed, and what of it needs neither ranks nor a notebook to read."""
+"""The request for a plan as given, and its parts that need no ranks or notebook to read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _count = whole_number("a whole number from 1 to 10^9", most=10**9)
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is planned, under what and on what. A field is None or False if it was not typed."""
+    """A plan's subject, strategy and devices. A field is None or False if it was not given."""
 
     strategy: str | None = option("one strategy (default: a row for each)", "NAME", choices=ROWS)
     ranks: int | None = option(
@@ -219,7 +219,7 @@ AMOUNTS = {
 
 
 def with_samples(space: SearchSpace) -> SearchSpace:
-    """What is searched with an effective batch: as typed, or what --batch makes on all ranks.
+    """Set the effective batch of a search: as given, or --batch on all ranks.
 
     Raises:
         OptionError: If both were typed: a search chooses --batch.
@@ -242,7 +242,7 @@ def with_samples(space: SearchSpace) -> SearchSpace:
 def with_precision(
     given: dict[str, object], load: Workload, device: Device
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """What was typed with the precision in which people train there, unless one was typed.
+    """Set the precision in which people train there, unless one was given.
 
     A recipe says which: what is stored in fp32 is computed in it.
     """

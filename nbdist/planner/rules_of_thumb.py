@@ -1,4 +1,4 @@
-"""What common rules of thumb choose, asked with a plan's own numbers.
+"""Choices of common rules of thumb, asked with a plan's own numbers.
 
 Each is a published text's rule for when to take DDP, FSDP, which stage of ZeRO, or to split the
 model. They know neither the batch nor the links; docs/plan.md has them beside what a plan does.
@@ -57,7 +57,7 @@ class RuleAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RuleQuestion:
-    """What rules ask of a plan.
+    """The question to the rules about a plan.
 
     Attributes:
         planned: With a row for each strategy.
@@ -131,7 +131,7 @@ RULES = (
 def answers(
     planned: Plan, find: Callable[[str, Mapping[str, object]], PlanRow | None]
 ) -> tuple[RuleAnswer, ...]:
-    """What each rule chooses; none where the model on one device was not counted.
+    """List each rule's choice; none where the model on one device was not counted.
 
     `find` plans a case that is not among the rows.
     """

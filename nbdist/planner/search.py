@@ -259,7 +259,7 @@ def _check_pieces(space: SearchSpace, choice: Strategy) -> None:
 
 
 def _batches(space: SearchSpace, choice: Strategy) -> Iterator[tuple[int, dict[str, int]]]:
-    """What a data-parallel rank computes at once, and the options with which it makes the batch.
+    """List micro-batches of a data-parallel rank, and the options with which each makes the batch.
 
     Without a pipeline as many backwards are accumulated; a pipeline has as many micro-batches, and
     accumulates only where that was typed: with more micro-batches it idles less.
@@ -356,7 +356,7 @@ def _room(space: SearchSpace) -> str:
 
 
 def _roomier(space: SearchSpace) -> Iterator[tuple[str, SearchSpace]]:
-    """What could make room, in words, the smallest change first: typed options, more ranks."""
+    """Word changes that could make room, the smallest first: given options, more ranks."""
     if space.device.safe_share < SAFE_SHARE:
         device = replace(space.device, safe_share=SAFE_SHARE)
         yield "Without --keep-free", replace(space, device=device)

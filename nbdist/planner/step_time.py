@@ -56,7 +56,7 @@ SPEEDS = Speeds()
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What a rank sends in a step of the optimizer along some axes; bytes are of all messages."""
+    """The messages of a rank in an optimizer step along some axes; bytes are of all messages."""
 
     sent: SentBytes
     wire_bytes: float
@@ -128,7 +128,7 @@ def samples(choice: Strategy, load: Workload) -> int:
 
 
 def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ...]:
-    """What a rank sends in a step of the optimizer, with activations."""
+    """Count the messages of a rank in an optimizer step, with activations."""
     widths = widths_for(model, choice, load)
     tokens = load.batch * load.sequence
     shape, x = model.shape, widths.compute
@@ -159,7 +159,7 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
 
 
 def _muon_flows(shape: Transformer, choice: Strategy, load: Workload) -> Iterator[Flow]:
-    """What Muon sends of blocks' matrices that are split: all to their owners, and back.
+    """Count Muon's messages for blocks' split matrices: all to their owners, and back.
 
     In fp32, as nbdist.parallel.optimizers.muon does (docs/strategies.md#optimizers).
     """
@@ -228,7 +228,7 @@ def _again_calls(choice: Strategy, blocks: int, sent: SentBytes) -> int:
 
 
 def _sent_of(choice: Strategy, load: Workload) -> Iterator[SentBytes]:
-    """What the choice sends: of experts too, along the ranks that have the same ones.
+    """Count the choice's messages: of experts too, along the ranks that have the same ones.
 
     The parts that Megatron sends between stages are gathered over tp.
     """
@@ -452,7 +452,7 @@ class _Step:
         )
 
     def _hidden(self, sent_s: float, behind_s: float) -> float:
-        """What of messages is waited for, and by how much the computation gets slower."""
+        """Compute the exposed part of messages, and how much slower they make the computation."""
         slower = self.rank.speeds.contention * min(sent_s, behind_s)
         return max(0.0, sent_s - behind_s) + slower
 

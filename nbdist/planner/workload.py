@@ -1,4 +1,4 @@
-"""What a plan is for: batch, optimizer and recipe, and the bytes of numbers that follow."""
+"""The load of a plan: batch, optimizer and recipe, and the bytes of numbers that follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbdist.strategy.footprint import Recipe
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """What an optimizer keeps, and what it needs while it steps.
+    """The memory of an optimizer between steps, and during one.
 
     Attributes:
         state_bytes: Per parameter, besides a copy in fp32.
@@ -47,7 +47,7 @@ OPTIMIZERS: Mapping[str, OptimizerCost] = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained with in a step.
+    """The batch and the optimizer of a step.
 
     Attributes:
         batch: Samples that a data-parallel rank computes at once.
@@ -92,7 +92,7 @@ class Widths:
 
 
 def recipe_for(choice: Strategy, load: Workload) -> Recipe:
-    """What is stored for a parameter: that of the choice or the one asked for, by optimizer."""
+    """Choose the recipe of a parameter: the choice's or the one asked for, by optimizer."""
     recipe = footprint.RECIPES[load.recipe] if load.recipe else footprint.recipe_of(choice)
     optimizer, adam = OPTIMIZERS[load.optimizer], OPTIMIZERS["adamw"]
     return replace(

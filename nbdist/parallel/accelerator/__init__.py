@@ -1,4 +1,4 @@
-"""What the user's `accelerator` is made of: loaders, optimizers, schedulers, gathering, saving.
+"""Parts of the user's `accelerator`: loaders, optimizers, schedulers, gathering, saving.
 
 Only public methods of `accelerate.Accelerator` are overridden.
 """

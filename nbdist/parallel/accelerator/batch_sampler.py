@@ -36,7 +36,7 @@ class DataShard:
 
 @dataclass(frozen=True, slots=True)
 class SamplerSettings:
-    """What an Accelerator says about its loaders.
+    """The settings of an Accelerator for its loaders.
 
     Attributes:
         device: Where batches go; None leaves them where they are.

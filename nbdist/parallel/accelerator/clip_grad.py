@@ -115,7 +115,7 @@ def _total_power(
 
 
 def _meeting_device() -> torch.device:
-    """Where ranks reduce a number: the same kind on all, whatever each one's gradients lie on."""
+    """Choose the device of a reduced number: one kind on all ranks, whatever the gradients' is."""
     if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -20,7 +20,7 @@ _engines: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class EngineOptimizer(OptimizerWrapper):
-    """What steps an engine. Its groups are the user's optimizer's, for schedulers."""
+    """An optimizer that steps an engine. Its groups are the user's optimizer's, for schedulers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: torch.nn.Module) -> None:
         """Wrap the optimizer that `engine` has taken over."""
@@ -79,7 +79,7 @@ def only(models: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
 
 
 def outer_of(base: torch.nn.Module) -> torch.nn.Module | None:
-    """What the user calls for his module: a wrapper, it, or an engine; None for an ended one."""
+    """Find the object that the user calls for a module: wrapper, module, engine; None if ended."""
     prepared = registry.prepared_of(base)
     if prepared is not None:
         return prepared.outer
@@ -87,7 +87,7 @@ def outer_of(base: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def prepare_engine(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """What was given to prepare(), model and optimizer replaced by their engine. Collective.
+    """Return prepare()'s arguments with model and optimizer replaced by an engine. Collective.
 
     Raises:
         OptionError: Not one model with one optimizer, or DeepSpeed cannot run as asked.

@@ -129,7 +129,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
             yield self._cut(send_to_device(whole, self._settings.device), share)
 
     def _open(self, place: Place, *, reads: bool) -> Iterator[Any]:
-        """What rank 0 reads; nothing elsewhere."""
+        """Open the stream that rank 0 reads; nothing elsewhere."""
         # torch's data pipes meet all ranks where an iterator is made.
         if not reads and not isinstance(self.dataset, IterDataPipe):
             return iter(())

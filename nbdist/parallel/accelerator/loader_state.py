@@ -1,4 +1,4 @@
-"""Where a loader is inside its epoch; and the shape of the batches it gives."""
+"""The position of a loader inside its epoch, and the shape of its batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _last_batch: tuple[tuple[int, ...], str] = ((), "")
 
 @dataclass(slots=True)
 class Place:
-    """Where a loop over a loader is.
+    """The position of a loop over a loader.
 
     Attributes:
         is_live: It has begun and has not ended.
@@ -193,7 +193,7 @@ class Position:
 
     @contextmanager
     def _as_it_began(self, place: Place) -> Iterator[None]:
-        """What is drawn first in an epoch that was loaded is drawn in here as it was then."""
+        """Draw the first batches of a loaded epoch again, as they were drawn then."""
         generator = self._generator()
         if generator is None or place.order is None or not place.is_resumed:
             yield
@@ -207,7 +207,7 @@ class Position:
                 generator.set_state(now)
 
     def _place(self) -> Place:
-        """Where the loop is that counts."""
+        """Find the position of the loop that counts."""
         places = [loop.place for loop in self._live_loops()]
         return (places or [self._pending or self._new_place()])[-1]
 
@@ -220,7 +220,7 @@ class Position:
         return sorted(loops, key=lambda loop: loop.number)
 
     def _generator(self) -> Any:
-        """Where the order comes from, if ranks know it."""
+        """Find the generator of the order, if ranks know it."""
         return getattr(self, "synchronized_generator", None)
 
     def _order(self) -> torch.Tensor | None:

@@ -109,7 +109,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
 
     @property
     def optimizers(self) -> list[OptimizerWrapper]:
-        """Whose steps it goes by: its own one, or all if that is not prepared."""
+        """List optimizers whose steps a scheduler counts: its own, or all if not prepared."""
         prepared = list(self._prepared)
         optimizer = getattr(self.scheduler, "optimizer", None)
         return [w for w in prepared if optimizer in (w, w.optimizer)] or prepared

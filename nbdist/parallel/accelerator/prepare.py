@@ -151,7 +151,7 @@ Strides = dict[str, tuple[int, ...]]
 
 
 class _Sketched(NamedTuple):
-    """What all ranks' models must have alike of a tensor."""
+    """The facts of a tensor in which all ranks' models have to agree."""
 
     name: str
     shape: tuple[int, ...]

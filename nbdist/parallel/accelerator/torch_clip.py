@@ -50,7 +50,7 @@ def _split_parameters() -> dict[int, torch.Tensor]:
 def list_parameters(
     parameters: torch.Tensor | Iterable[torch.Tensor], function: str
 ) -> list[torch.Tensor]:
-    """What torch's functions take for parameters: one of them, or several.
+    """List the parameters that torch's functions accept: one of them, or several.
 
     Raises:
         NbdistError: A strategy has replaced one of them (`registry.refuse_replaced`).

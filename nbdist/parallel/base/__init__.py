@@ -1,1 +1,1 @@
-"""What every axis stands on: the mesh, steps of a transform, votes, precision, recomputation."""
+"""Foundations of every axis: the mesh, steps of a transform, votes, precision, recomputation."""

@@ -163,7 +163,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What failed, for another rank's user."""
+    """Word a failure for another rank's user."""
     text = str(error)
     if isinstance(error, NbdistError):
         return text

@@ -1,4 +1,4 @@
-"""What others do when a model is prepared or called, and around an Accelerator's backward.
+"""Hooks for other parts: a model is prepared or called, and an Accelerator's backward.
 
 Whoever wants to know appends a function and removes it again; nothing here knows who that is.
 """
@@ -32,7 +32,7 @@ on_backward: list[Callable[[torch.Tensor, int], AbstractContextManager[None]]] =
 
 
 def backward(loss: torch.Tensor, divisor: int) -> ExitStack:
-    """What an Accelerator's backward of this loss runs in; called by `backward` itself."""
+    """Surround an Accelerator's backward of this loss; called by `backward` itself."""
     stack = ExitStack()
     for act in on_backward:
         stack.enter_context(act(loss, divisor))

@@ -1,4 +1,4 @@
-"""What a strategy has changed in a model's modules, written down and taken off again.
+"""Changes of a strategy in a model's modules, written down and taken off again.
 
 Steps change modules as torch does: other classes, hooks, attributes. Nothing public of torch
 takes these off. So every module is looked at before and after, and the difference is the record.
@@ -48,7 +48,7 @@ class ModuleSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ModuleChange:
-    """What steps did to one module: (key -> what was there, what they put there).
+    """Changes of steps in one module: (key -> the value before, the value that they set).
 
     Attributes:
         kind: Its class before.
@@ -96,7 +96,7 @@ def restore(snapshots: Iterable[ModuleSnapshot]) -> None:
 
 
 def diff(snapshots: Iterable[ModuleSnapshot]) -> list[ModuleChange]:
-    """What differs since the snapshots, for each module. Parameters and buffers do not count."""
+    """Find the changes since the snapshots, by module. Parameters and buffers do not count."""
     changes = []
     for snapshot in snapshots:
         module = snapshot.module

@@ -124,7 +124,7 @@ def set_fused(optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
 
 
 def step_device(group: dict[str, Any], parameter: torch.Tensor) -> torch.device:
-    """Where a group's optimizer looks for a parameter's count of steps.
+    """Choose the device on which a group's optimizer expects a parameter's count of steps.
 
     With the parameter where a kernel counts, else in the host's memory, which Python reads:
     torch.optim.adam, "special device hosting for step".

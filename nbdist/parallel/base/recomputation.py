@@ -1,4 +1,4 @@
-"""What torch.utils.checkpoint computes again in backward runs under what its forward ran under."""
+"""Recomputation by torch.utils.checkpoint in backward, under the settings of its forward."""
 
 from __future__ import annotations
 

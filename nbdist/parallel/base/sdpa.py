@@ -82,7 +82,7 @@ def choose_backend(root: torch.nn.Module, name: str, *, is_checked: bool) -> Non
 
 
 def with_backend(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `run` returns, with its attention on a backend. dynamo can trace it."""
+    """Call `run` with its attention on a backend, and return its result. dynamo can trace it."""
     with sdpa_kernel(_BACKENDS[name]):
         return run(*args, **kwargs)
 

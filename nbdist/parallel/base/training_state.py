@@ -1,4 +1,4 @@
-"""What training changes on this rank, copied and put back in place. No rank is met.
+"""Values that training changes on this rank, copied and put back in place. No rank is met.
 
 Each `keep_...` copies one part and returns a function that puts it back; `put_back_after` calls
 several of these when a block ends. Copies are on the host and of this rank's own part: they cost

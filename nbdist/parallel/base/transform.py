@@ -1,4 +1,4 @@
-"""What one axis or option does to a model: the same three functions for each, and their table."""
+"""The change of a model by one axis or option: the same three functions for each, in a table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelBuild:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """What an axis or an option does to a model, in this order.
+    """The change of a model by an axis or an option, in this order.
 
     Attributes:
         plan: Says how parameters and buffers will lie: takes and returns layouts. Nothing is
@@ -78,5 +78,5 @@ STEPS = {
 
 
 def load(names: Iterable[str]) -> tuple[Transform, ...]:
-    """What these names stand for in STEPS, in the same order."""
+    """Look these names up in STEPS, in the same order."""
     return tuple(pkgutil.resolve_name(f"nbdist.parallel.{STEPS[name]}") for name in names)

@@ -22,7 +22,7 @@ def count_on(number: int) -> None:
 
 
 class WeakList:
-    """What was prepared, in order, for as long as somebody else holds it.
+    """Prepared objects in order, for as long as somebody else holds them.
 
     Accelerate's own lists keep the model of every cell that was run again, and save it too. Each
     entry has a number that is equal on all ranks, as preparing is.

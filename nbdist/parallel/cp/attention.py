@@ -1,4 +1,4 @@
-"""What a model's forward calls, caught where a sequence is split: attention, and mean losses."""
+"""Calls of a model's forward, caught where a sequence is split: attention, and mean losses."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _prepare_input(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:
 
 
 def _weight(arguments: dict[str, Any]) -> torch.Tensor:
-    """What the mean of cross_entropy or nll_loss divides by, for these arguments."""
+    """Compute the divisor of a mean cross_entropy or nll_loss, for these arguments."""
     scores, target, weight = arguments["input"], arguments["target"], arguments["weight"]
     if target.is_floating_point():  # probabilities: torch divides by the number of positions
         n_positions = scores.numel() // scores.shape[min(1, scores.ndim - 1)]

@@ -60,7 +60,7 @@ _LOSS = (
 
 @dataclass(frozen=True, slots=True)
 class OutputSplit:
-    """What a call of forward returns when its sequence is split.
+    """The result of a forward whose sequence is split.
 
     Attributes:
         dims: For each tensor of the output, the dim in which ranks' parts follow each other;
@@ -96,7 +96,7 @@ class _Run:
 
 
 def kind(call: inspect.BoundArguments) -> Hashable:
-    """What makes a call another kind: which arguments there are, their dims and flags."""
+    """Describe the kind of a call: which arguments there are, their dims and flags."""
 
     def of(value: Any) -> Hashable:
         dims = tuple(tensor.ndim for tensor in split_sequence.tensors(value))
@@ -131,7 +131,7 @@ def examine(trial: Trial) -> OutputSplit:
 
 
 def _mixing(trial: Trial) -> str:
-    """Where positions mix outside of attention; "" nowhere."""
+    """Find where positions mix outside of attention; "" nowhere."""
     total, size = split_sequence.length(trial.call), trial.mesh.size("cp")
     # A dim of this length is the sequence: no parameter has it, if that can be.
     taken = {n for parameter in trial.base.parameters() for n in parameter.shape}

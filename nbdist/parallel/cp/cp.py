@@ -69,7 +69,7 @@ class ContextParallel(torch.nn.Module):
         return contextlib.nullcontext() if inner is None else inner()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for the whole sequence. Collective: every rank.
+        """Return the model's result for the whole sequence. Collective: every rank.
 
         Raises:
             OptionError: If gradients are wanted and the sequence or the model cannot be split. In

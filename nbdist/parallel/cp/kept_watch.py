@@ -20,7 +20,7 @@ _HELP = (
 
 @dataclass(frozen=True)
 class KeptWatch:
-    """What a model's forward keeps, watched by the gradients that it gets.
+    """A watch over tensors that a model's forward keeps, by the gradients that they get.
 
     Attributes:
         base: A model whose forward, with gradients, has run.

@@ -1,4 +1,4 @@
-"""Where positions reach each other outside of attention: NaN before a cut shows up behind it."""
+"""Search for positions that mix outside of attention: NaN before a cut shows up behind it."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def cast_norm_inputs(root: torch.nn.Module, device: torch.device) -> None:
 
 
 def parameter_device(choice: Strategy, device: torch.device) -> torch.device:
-    """Where this rank's pieces of the parameters lie: with --offload cpu, in the host's memory."""
+    """Choose the device of this rank's shards: with --offload cpu it is the host's memory."""
     return torch.device("cpu") if choice.options.offload == "cpu" else device
 
 
@@ -232,7 +232,7 @@ def _settle_failed(
 
 
 def _remember(root: torch.nn.Module) -> None:
-    """What is whole now counts as former parameters: whoever holds it later is told."""
+    """Note whole parameters as former ones: whoever uses them later gets an error."""
     prepared = find_prepared(root)
     shown = dict(root.named_parameters())
     if prepared is not None and not all(prepared.name_of(whole) for whole in shown.values()):

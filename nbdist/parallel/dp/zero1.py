@@ -26,7 +26,7 @@ _BUCKET_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class _Share:
-    """What one optimizer's hooks remember: who steps a parameter (by id), and hidden gradients."""
+    """The memory of one optimizer's hooks: each parameter's owner (by id), and hidden gradients."""
 
     rank: int
     owner_of: Mapping[int, int]

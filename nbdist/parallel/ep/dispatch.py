@@ -58,7 +58,7 @@ def dispatch(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What the experts of a layer make of this rank's tokens. Collective over `group.ranks`.
+    """Send this rank's tokens through a layer's experts. Collective over `group.ranks`.
 
     Args:
         module: The experts that are here.

@@ -1,1 +1,1 @@
-"""What strategies have to know of other libraries' layers in a model. None of these is imported."""
+"""Knowledge of other libraries' layers in a model. None of these libraries is imported."""

@@ -1,4 +1,4 @@
-"""What strategies know of PEFT's models: the model inside, and layers around which adapters are.
+"""Knowledge of PEFT's models: the model inside, and the layers that adapters surround.
 
 PEFT is not imported here: a model has its classes only if somebody else has.
 """

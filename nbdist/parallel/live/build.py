@@ -154,7 +154,7 @@ def bare(built: Built) -> Iterator[None]:
 def part_of(
     whole: torch.Tensor, layout: TensorLayout, degrees: Degrees, rank: int
 ) -> torch.Tensor | None:
-    """What a rank holds of a whole tensor; None for nothing."""
+    """Cut this rank's part of a whole tensor; None for nothing."""
     runs = local_runs(layout, degrees, rank)
     if runs is None:
         return None
@@ -252,7 +252,7 @@ def _are_alike(old: torch.Tensor, fresh: torch.nn.Parameter) -> bool:
 def _succeed(
     old: torch.Tensor, fresh: torch.nn.Parameter, *, keeps_parameters: bool
 ) -> torch.nn.Parameter:
-    """What stands in an old parameter's place: itself with the new values, or the new one."""
+    """Choose an old parameter's successor: itself with the new values, or the new one."""
     if keeps_parameters and _are_alike(old, fresh):
         assert isinstance(old, torch.nn.Parameter)
         old.grad, old.data = None, fresh.data
@@ -266,7 +266,7 @@ def _succeed(
 def _fill_tensor(
     built: Built, name: str, shell: torch.Tensor, part: torch.Tensor | None
 ) -> torch.Tensor:
-    """What stands in the model from now on: with this rank's values, or absent."""
+    """Fill the tensor that the model has from now on: with this rank's values, or absent."""
     mesh = built.job.mesh
     expected = local_shape(built.layouts[name], mesh.degrees, mesh.rank)
     if expected is None:

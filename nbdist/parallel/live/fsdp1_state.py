@@ -51,7 +51,7 @@ def load(model: Prepared, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def local_state_dict(base: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What is in a module's state_dict, by the user's names. This rank alone.
+    """Read a module's state_dict by the user's names. This rank alone.
 
     FSDP1 hooks into `state_dict` itself, which gathers.
     """

@@ -290,7 +290,7 @@ def user_modules() -> dict[str, torch.nn.Module]:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a variable's value holds that can have a name of its own, by type."""
+    """List the parts of a variable's value that can have a name, by type."""
     if _is_any(value, torch.nn.Module):
         # Compiled models and the like: named as what they are in.
         yield from (("", child) for child in namespace.modules_in(value))
@@ -304,7 +304,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What is in a value, by its key, place or attribute; by methods of Python's own classes."""
+    """List a value's entries by key, index or attribute; by methods of Python's own classes."""
     if _is_any(value, list):
         return enumerate(list.__iter__(value))
     if _is_any(value, tuple):

@@ -44,7 +44,7 @@ class Prepared:
 
     @property
     def outer(self) -> torch.nn.Module:
-        """What the user calls: `base` itself or the wrapper around it."""
+        """The object that the user calls: `base` itself or the wrapper around it."""
         assert self.built.outer is not None
         return self.built.outer
 
@@ -60,7 +60,7 @@ class Prepared:
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """What is in the model, by first name; on meta where this rank does not hold it."""
+        """The model's parameters, by first name; on meta where this rank does not hold them."""
         return self.built.parameters
 
     def side(self, name: str) -> Placement:
@@ -127,7 +127,7 @@ def attach(prepared: Prepared) -> None:
 
 
 def find_prepared(module: torch.nn.Module) -> Prepared | None:
-    """What is known of a module or of the wrapper around it."""
+    """Look up a module, or the wrapper around it, among prepared models."""
     candidate: torch.nn.Module | None = module
     while candidate is not None:
         prepared = vars(candidate).get(_ATTRIBUTE)

@@ -1,4 +1,4 @@
-"""What this rank remembers: the strategy, its mesh, prepared models, bound optimizers."""
+"""The memory of this rank: the strategy, its mesh, prepared models, bound optimizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nbdist.strategy.tensor_layout import Placement, TensorLayout
 
 
 class Watcher(Protocol):
-    """What wants to know of a switch."""
+    """A part of nbdist that is notified of a switch."""
 
     def before_switch(self, old: Strategy, new: Strategy) -> None:
         """Called before anything changes; raises OptionError if it cannot follow. No rank met."""
@@ -114,7 +114,7 @@ def mesh_for(choice: Strategy) -> ParallelMesh:
 
 
 def device() -> torch.device:
-    """Where this rank's models lie."""
+    """The device of this rank's models."""
     return torch.device(this_rank().place.device)
 
 
@@ -145,7 +145,7 @@ def keep(numbers: set[int]) -> None:
 
 
 def prepared_of(module: torch.nn.Module) -> Prepared | None:
-    """What is known of a model: the user's module, what was returned for it, or one around it."""
+    """Look a model up: the user's module, the object returned for it, or one around it."""
     attachment = find_prepared(module)
     return attachment or next((model for model in prepared() if model.outer is module), None)
 

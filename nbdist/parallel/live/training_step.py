@@ -43,7 +43,7 @@ def inputs_of(name: str) -> tuple[tuple[Any, ...] | None, Mapping[str, Any]]:
 def random_tokens(
     base: torch.nn.Module, batch: int, sequence: int, seed: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a language model of transformers is called with: (args, kwargs).
+    """Draw random arguments for a language model of transformers: (args, kwargs).
 
     Raises:
         OptionError: It is another model, and nobody knows what it is called with.
@@ -89,7 +89,7 @@ def optimizer_of(base: torch.nn.Module, prepared: Any) -> Optimizer | None:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """What backward begins with: the output's loss, or the mean of its first tensor.
+    """Choose the tensor for backward: the output's loss, or the mean of its first tensor.
 
     Raises:
         OptionError: There is no tensor in it.

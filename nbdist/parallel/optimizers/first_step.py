@@ -144,7 +144,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 
 
 def _compare(optimizer: Optimizer, samples: Sequence[_Sample]) -> str:
-    """What there is to say of an optimizer; "" where its step is one process's. Collective."""
+    """Compare an optimizer's step with one process's; "" where they are equal. Collective."""
     offsets: list[_Offset] = []
     reason = ""
     try:
@@ -282,7 +282,7 @@ _Given = Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 def _step(
     optimizer: Optimizer, given: _Given, lay: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a copy of an optimizer makes of other parameters in one step, by key.
+    """Compute one step of an optimizer's copy on other parameters, by key.
 
     Args:
         optimizer: The one that is copied, with its groups' options and its state.

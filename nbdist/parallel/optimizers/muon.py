@@ -129,7 +129,7 @@ class _HiddenGradients:
 
 
 def _matrices(optimizer: Optimizer) -> dict[str, _Matrix]:
-    """What is split and trained, of all stages, by a name that no other has; alike on all ranks."""
+    """List split, trained matrices of all stages by unique names; the same list on all ranks."""
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     return {
         key: _Matrix(model, name, parameter, group_of[id(parameter)])
@@ -202,7 +202,7 @@ def _update(optimizer: Optimizer, matrix: _Matrix) -> torch.Tensor:
 
 
 def _change(group: Mapping[str, Any], update: torch.Tensor) -> torch.Tensor:
-    """What a step of torch.optim.Muon adds to a whole matrix, but for its decay."""
+    """Compute the change of a whole matrix by a step of torch.optim.Muon, without its decay."""
     matrix = torch.nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     options = {option: group[option] for option in _OPTIONS}

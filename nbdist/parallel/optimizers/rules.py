@@ -29,7 +29,7 @@ _LIE = {
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Where an optimizer is refused.
+    """A rule by which an optimizer is refused.
 
     Attributes:
         looks: What it does that matters, as a clause.

@@ -135,7 +135,7 @@ class OuterLossStep:
 
     @contextmanager
     def _collected(self) -> Iterator[None]:
-        """What the block adds to gradients is put into the shares, and gradients are as before."""
+        """Move the gradients that the block adds into the shares, and restore those from before."""
         before = [share.parameter.grad for share in self._shares]
         for share in self._shares:
             share.parameter.grad = None

@@ -1,4 +1,4 @@
-"""What a model's forward returns: the loss in it, and what of it is right in a pipeline."""
+"""The result of a model's forward: the loss in it, and its parts that a pipeline gets right."""
 
 from __future__ import annotations
 

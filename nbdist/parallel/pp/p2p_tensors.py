@@ -1,4 +1,4 @@
-"""What goes from one stage of a pipeline to the next: tensors with gradients, in fixed shapes."""
+"""Tensors that pass from one stage of a pipeline to the next: with gradients, fixed shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbdist.parallel.pp.pytree import pack, unpack
 
 @dataclass(frozen=True, slots=True)
 class StageBoundary:
-    """What goes from one stage to the next: the skeleton of a value, and its tensors' kinds.
+    """The values between two stages: the skeleton of a value, and its tensors' kinds.
 
     torch's schedules need its shapes before a step, and want a gradient for each tensor. So
     what has none (integers, bools) travels as its bytes, in fp32: numbers up to 255 are the
@@ -30,7 +30,7 @@ class StageBoundary:
         return StageBoundary(packed.skeleton, tuple((t.shape, t.dtype) for t in packed.tensors))
 
     def examples(self) -> tuple[torch.Tensor, ...]:
-        """What crosses, on meta: tensors without memory that need a gradient."""
+        """Examples of these tensors on meta: without memory, and they need a gradient."""
         return tuple(
             _wire(torch.empty(shape, dtype=dtype, device="meta")).requires_grad_()
             for shape, dtype in self.kinds

@@ -210,7 +210,7 @@ class Pipeline(torch.nn.Module):
         plan: PipelinePlan,
         shares: Sequence[GradientShare],
     ) -> Any:
-        """What forward returns, for a loss outside of it (`OuterLossStep`)."""
+        """Return forward's result, for a loss outside of it (`OuterLossStep`)."""
         if len(pieces) > 1:
             whole = self._plan_for([batch])
             if not _is_cut(plan.findings, whole.findings, len(pieces)):
@@ -280,7 +280,7 @@ class Pipeline(torch.nn.Module):
         return plan
 
     def _is_known_everywhere(self, key: Any, count: int) -> bool:
-        """Where data parallel ranks gather parameters together, all make a first run or none."""
+        """Agree on a first run: ranks that gather parameters together all make it, or none."""
         group = self._job.mesh.group("dp_replicate", "dp_shard")
         if group is None:
             return key in self._plans

@@ -157,7 +157,7 @@ def send(value: Any, to: int, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What a rank of the group has sent with `send`."""
+    """Receive a value that a rank of the group has sent with `send`."""
     box: list[Any] = [None]
     dist.recv_object_list(box, group=group, group_src=source, device=device)
     skeleton, kinds = box[0]

@@ -47,7 +47,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a micro-batch shows of all that have its shape.
+    """The facts that one micro-batch shows of all that have its shape.
 
     Attributes:
         borders: What goes in and out, of each stage of this rank.
@@ -71,7 +71,7 @@ class Findings:
 
 @dataclass(slots=True)
 class _Run:
-    """What this rank's stages made of a batch.
+    """The result of a batch in this rank's stages.
 
     Attributes:
         ends: What went in and out, of each stage that has run.
@@ -87,7 +87,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank tells the others of the first run; of the last one, what `Findings` says."""
+    """One rank's report of the first run to the others; the last one's has what `Findings` says."""
 
     failed: NbdistError | None
     digest: str
@@ -98,7 +98,7 @@ class _Report:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What runs with what: this rank's stages of the user's model with a micro-batch."""
+    """A trial of the user's model: this rank's stages with one micro-batch."""
 
     root: Stages
     batch: FlatValue
@@ -115,7 +115,7 @@ def failure_of(stage: int, error: Exception) -> NbdistError:
 
 
 def evaluate(root: Stages, batch: FlatValue, route: Route) -> Any:
-    """What the model's forward returns, on every rank. Collective: the ranks of a pipeline.
+    """Return the result of the model's forward on every rank. Collective: a pipeline's ranks.
 
     Raises:
         NbdistError: A stage has failed; where it did, its own error instead.
@@ -390,7 +390,7 @@ def _users(roots: Iterable[Node]) -> dict[Any, list[Any]]:
 
 
 def _above(node: Any, users: Mapping[Any, list[Any]], ends: set[Any]) -> set[Any]:
-    """What depends on a node; nothing beyond the ends."""
+    """List the nodes that depend on a node; nothing beyond the ends."""
     dependents: set[Any] = set()
     todo = [node]
     while todo:

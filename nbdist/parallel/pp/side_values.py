@@ -1,4 +1,4 @@
-"""What blocks keep beside their results, which goes to no other stage: NaN there, once.
+"""Values that blocks keep beside their results; no other stage gets them: NaN there, once.
 
 An auxiliary loss in an attribute, or in a list, that forward adds up behind the blocks: the last
 stage would add up its own blocks' alone. In the first run of a shape each stage says what its
@@ -23,7 +23,7 @@ SideValues = Mapping[str, Any]
 
 
 def refusal(names: Sequence[str]) -> NbdistError:
-    """What a forward gets that uses what other stages keep."""
+    """Build the error for a forward that uses values which other stages keep."""
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return NbdistError(
         f"forward uses {', '.join(names[:2])}{more}, which blocks keep on the rank of their own "

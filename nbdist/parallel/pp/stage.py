@@ -55,11 +55,11 @@ class StandIn(torch.nn.Module):
         self.__dict__["_call"] = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What is returned in place of the block's own result."""
+        """Return the value in place of the block's own result."""
         return self.__dict__["_call"](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the block itself has: models ask their blocks for settings."""
+        """Look an attribute up in the block itself: models ask their blocks for settings."""
         return getattr(self.__dict__["_block"], name)
 
 
@@ -83,7 +83,7 @@ class Missing:
 
 @dataclass(slots=True)
 class Wiring:
-    """What a stage runs. Not its children: the model has the other stages' blocks too.
+    """The code that a stage runs. Not its children: the model has the other stages' blocks too.
 
     Attributes:
         model: The user's.
@@ -210,7 +210,7 @@ class StageModule(torch.nn.Module):
         self._wiring = Wiring(model, root, modules, tuple(_missing(model, inside, device)), device)
 
     def find_wrong_guess(self, batch: FlatValue, received: Any) -> str:
-        """What this stage uses and does not have: a parameter, or the first block for all blocks.
+        """Find a parameter, or the first block for all blocks, that this stage uses but lacks.
 
         Empty if the result depends on nothing such. Called where the result has NaN: the model
         runs once more for each thing that is missing, with zero in place of the others.

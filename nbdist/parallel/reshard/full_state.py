@@ -230,7 +230,7 @@ def _shell(side: Placement) -> torch.Tensor:
 
 
 def _home(names: Mapping[str, Any]) -> torch.device:
-    """Where an optimizer's state lies."""
+    """Choose the device of an optimizer's state."""
     for model, _, _ in names.values():
         job = model.built.job
         return fsdp.parameter_device(job.choice, job.device)

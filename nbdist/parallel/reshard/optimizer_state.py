@@ -251,7 +251,7 @@ def _merge(by_rank: Sequence[LocalState]) -> MergedState:
 
 
 def _equal_part(entry: StateEntry) -> tuple[Any, ...]:
-    """What is equal on all ranks. Numbers by their text: not-a-number differs from itself."""
+    """Take the part that is equal on all ranks. Numbers by text: NaN differs from itself."""
     return entry.kind, entry.dtype, entry.kind == "number" and repr(entry.value)
 
 

@@ -17,7 +17,7 @@ from nbdist.parallel.live import live_models
 
 @dataclass(frozen=True, slots=True)
 class _Sketch:
-    """What has to be equal on two ranks before values are sent.
+    """The facts that have to be equal on two ranks before values are sent.
 
     Attributes:
         parts: Each parameter and buffer, each optimizer, its parameters and schedulers, under
@@ -125,7 +125,7 @@ def _refuse(offers: list[_Offer], source: int) -> dict[str, str]:
 
 
 def _difference(name: str, ours: _Sketch, theirs: _Sketch | None) -> str:
-    """What keeps one rank's model from taking another's values; empty when nothing does."""
+    """Word the difference that keeps a rank's model from another's values; "" for none."""
     if theirs is None:
         return f"no DDP model named {name}"
     if ours.ranks != theirs.ranks:

@@ -1,1 +1,1 @@
-"""What splits along the sequence, and what is alike on the ranks that share a batch."""
+"""Splits along the sequence, and values that are equal on ranks which share a batch."""

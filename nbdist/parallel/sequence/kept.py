@@ -1,4 +1,4 @@
-"""What a forward keeps beside its result: attributes of modules, and lists that hooks fill.
+"""Tensors that a forward keeps beside its result: attributes of modules, lists of hooks.
 
 A side loss, say, which the training loop adds.
 """
@@ -57,7 +57,7 @@ class NameTable:
 
 
 def find_holders(base: torch.nn.Module) -> list[NameTable]:
-    """Where `find_kept` may find something: modules, their hooks, and what a forward names."""
+    """List the places that `find_kept` searches: modules, their hooks, names of a forward."""
     every = (holder for path, module in base.named_modules() for holder in _of(path, module))
     return [holder for holder in every if any(holder.items())]
 
@@ -81,7 +81,7 @@ def entries(holders: Iterable[NameTable]) -> Iterator[tuple[NameTable, str, str,
 
 
 def keep_attributes(base: torch.nn.Module) -> PutBack:
-    """What modules have as attributes that are not torch's, with the contents of lists and dicts.
+    """Copy modules' attributes that are not torch's, with the contents of lists and dicts.
 
     Tensors among them are copied, and so are the lists that hooks fill.
     """

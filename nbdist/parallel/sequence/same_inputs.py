@@ -82,7 +82,7 @@ class InputHook:
 
 
 def different_inputs(ranks: Sequence[int]) -> NbdistError:
-    """What ranks raise that share one copy of a model and were given different inputs."""
+    """Build the error of ranks that share one copy of a model but got different inputs."""
     return NbdistError(
         f"Ranks {rank_label(ranks)} share one copy of the model and were given different inputs: "
         "each computes a part of the model with its own, so the loss belongs to no batch. Take "

@@ -31,7 +31,7 @@ from nbdist.parallel.tp.rng import Streams
 
 @dataclass(frozen=True, slots=True)
 class TpContext:
-    """Where one layer is split.
+    """The split of one layer.
 
     Attributes:
         sequence_dim: The dim along which what goes out of a rowwise layer is split, and the query

@@ -1,4 +1,4 @@
-"""What happens around split layers: inputs are shared, gathered and split, random numbers change.
+"""Hooks around split layers: inputs are shared, gathered and split, random numbers change.
 
 Hooks only, on the user's modules; the modules stay as they are.
 """
@@ -23,7 +23,7 @@ _HIDDEN = ("hidden_states", "x", "src", "tgt", "input", "inputs", "h", "query")
 
 
 class Between:
-    """What a model's split layers share between a colwise layer and the rowwise one after it.
+    """The state shared between a colwise layer and the rowwise one after it.
 
     Query, key and value have one input. As one DTensor its gradients from the three are added
     before the ranks sum them, once, and it is gathered once.
@@ -64,7 +64,7 @@ class Between:
                 layer.register_forward_pre_hook(hook, prepend=True)
 
     def remember(self, tensor: torch.Tensor, whole: DTensor) -> None:
-        """What colwise layers get in place of a tensor, until the next rowwise one."""
+        """Remember the tensor that colwise layers get instead, until the next rowwise one."""
         self._input = tensor
         self._whole = whole
         self._has_gradient = torch.is_grad_enabled()
@@ -191,7 +191,7 @@ def _gather_output(
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
-    """Where among arguments the hidden states are: the first, or the usual name."""
+    """Find the hidden states among arguments: the first, or the usual name."""
     if args:
         return 0 if isinstance(args[0], torch.Tensor) else None
     return next((key for key in _HIDDEN if isinstance(kwargs.get(key), torch.Tensor)), None)

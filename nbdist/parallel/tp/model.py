@@ -1,4 +1,4 @@
-"""What tensor parallelism has to know of a model: its layers, widths and heads.
+"""Facts of a model for tensor parallelism: its layers, widths and heads.
 
 Depends on shapes and attributes alone: equal on all ranks, also for parameters on meta.
 """

@@ -15,7 +15,7 @@ _WITHOUT = "Leave --sequence-parallel out."
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """What goes through blocks split along the sequence.
+    """The split of blocks' inputs along the sequence.
 
     Attributes:
         lists: Names of the own stage's blocks, list by list, in order. It is split before the
@@ -35,7 +35,7 @@ class Sequence:
 
 
 def plan_sequence(job: ModelBuild, plan: Plan, layers: Layers, layouts: Layouts) -> Sequence:
-    """What is split along the sequence; nothing without the option.
+    """Plan the splits along the sequence; none without the option.
 
     Raises:
         OptionError: The model has no list of blocks with split layers, or in the blocks is

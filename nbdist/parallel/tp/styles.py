@@ -60,7 +60,7 @@ def split_layout(layout: TensorLayout, name: str, dim: int, style: Style) -> Ten
 
 
 def torch_style(module: torch.nn.Module, style: Style, context: TpContext) -> ParallelStyle:
-    """What does to a module what its plan says."""
+    """Translate a plan's word to torch's style for a module."""
     make = _CONV1D if is_conv1d(module) else _STYLES
     return make[style.kind](module, context)
 

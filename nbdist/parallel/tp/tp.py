@@ -44,7 +44,7 @@ from nbdist.strategy.tp_user_plan import headless, incomplete, read_plan, unknow
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """What planning leaves for laying out; owners are modules with split heads."""
+    """The result of planning for laying out; owners are modules with split heads."""
 
     plan: Plan
     owners: Mapping[str, AttentionFit]
@@ -139,7 +139,7 @@ def _refuse_computed(base: torch.nn.Module) -> None:
 
 
 def _owners(job: ModelBuild, plan: Plan, layers: Layers) -> dict[str, AttentionFit]:
-    """What changes in modules that split heads; modules that are alike are tried out once."""
+    """Plan changes of modules that split heads; equal modules are tried out once."""
     base, degree = job.base, job.mesh.degrees.tp
     owners = {
         name: AttentionFit(divide_attributes(base.get_submodule(name), name, plan, (), degree))

@@ -36,7 +36,7 @@ class MetaModel:
 
 @dataclass(frozen=True, slots=True)
 class PickledModel:
-    """What a rank sends of a live model, its tensors on meta.
+    """A live model as a rank sends it, its tensors on meta.
 
     Attributes:
         model: The user's module, under no strategy.

@@ -1,4 +1,4 @@
-"""What an optimizer keeps and needs of so many parameters: run once on fake ones."""
+"""The memory of an optimizer for so many parameters: run once on fake ones."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class _FakeProcess(HelperProcess):
 
 
 class FakeEngine:
-    """What counts memory for planner.plan.plan by a run; a context manager.
+    """A count of memory for planner.plan.plan by a run with fake tensors; a context manager.
 
     The process is started by the first case, and ends when its standard input does: with this
     object, or with the notebook, however that ends.
@@ -132,6 +132,6 @@ def of_count(model: ModelShape, choice: Strategy, load: Workload, run: Memory) -
 
 
 def _with_states(memory: Memory, other: Memory) -> Memory:
-    """What is held between steps, and the optimizer's step, as in the other."""
+    """Add the states between steps, and the optimizer's step, as the other count has them."""
     what = ("parameters", "gradients", "optimizer", "step")
     return replace(memory, **{name: getattr(other, name) for name in what})

@@ -95,7 +95,7 @@ def _space(
     given: Mapping[str, object],
     running: Running | None,
 ) -> SearchSpace:
-    """What is planned, with what was not typed; in a search the precision stays open."""
+    """Build the search space, with defaults; in a search the precision stays open."""
     if live is None and request.inputs:
         raise OptionError(
             "--inputs names the inputs of a model on the ranks, and the model typed here is not on "
@@ -152,7 +152,7 @@ def _live(model: Any, request: PlanRequest, running: Running | None) -> LiveMode
 def _engine(
     space: SearchSpace, live: LiveModel | None, request: PlanRequest
 ) -> AbstractContextManager[Engine]:
-    """What counts memory, until the plan is made."""
+    """Yield the counter of memory, until the plan is made."""
     if (request.engine or ("formulas" if live is None else "fake")) == "formulas":
         return contextlib.nullcontext(space.engine)
     if live is None:

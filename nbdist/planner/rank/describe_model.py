@@ -1,4 +1,4 @@
-"""What a variable on this rank is as a model, and what another process needs to make it."""
+"""A variable of this rank as a model, and the facts from which another process makes it."""
 
 from __future__ import annotations
 

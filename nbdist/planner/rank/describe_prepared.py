@@ -1,4 +1,4 @@
-"""What the prepared models of this rank are, for the panel: described once, until one changes."""
+"""The prepared models of this rank for the panel: described once, until one changes."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _of_cuda(run: Callable[[], Any]) -> tuple[int, int, Any]:
 
 
 def _of_cpu(run: Callable[[], Any]) -> tuple[int, int, Any]:
-    """What a call has allocated at its end, and the most meanwhile; and its result.
+    """Measure a call's memory at its end and at its peak; and return its result.
 
     Private: the profiler's own list of events. The file for Chrome has them too, and takes
     seconds to write and read.

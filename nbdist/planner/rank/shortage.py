@@ -69,7 +69,7 @@ def _facts_of(model: Prepared, live: LiveModel, choice: Strategy) -> dict[str, A
 def _facts(
     live: LiveModel, choice: Strategy, held: Sequence[torch.Tensor]
 ) -> dict[str, Any] | None:
-    """What it needs and what is free for it; None under what keeps states elsewhere.
+    """Compare needed and free memory; None under strategies that keep states elsewhere.
 
     `held` is what it has on the device already: it counts as needed, so as free too.
     """
@@ -123,14 +123,14 @@ def _device() -> str:
 def _held(
     parameters: Iterable[torch.nn.Parameter], optimizer: Optimizer | None
 ) -> list[torch.Tensor]:
-    """What is there of a model on this rank: parameters, gradients, the optimizer's state."""
+    """Count a model's bytes on this rank: parameters, gradients, the optimizer's state."""
     tensors = [t for p in parameters for t in (p, p.grad) if t is not None]
     states = optimizer.state.values() if optimizer is not None else ()
     return tensors + [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
 
 
 def _free_bytes(held: Sequence[torch.Tensor]) -> float:
-    """What this rank may still take of its device, with what is held there already.
+    """Count the bytes that this rank may still take of its device, with those held already.
 
     Ranks that share a device share what is free.
     """

@@ -96,7 +96,7 @@ def _read_llama(config: Config) -> Transformer:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertKeys:
-    """What a type of model calls the numbers of its experts; `shared` may be "a*b", a product."""
+    """The keys of a model type's expert numbers; `shared` may be "a*b", a product."""
 
     ffn: str
     shared: str = ""

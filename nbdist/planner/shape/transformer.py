@@ -50,7 +50,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What blocks have in place of an MLP: many MLPs with a gate, of which a router chooses some.
+    """Experts of a block in place of an MLP: many MLPs with a gate, of which a router chooses some.
 
     Attributes:
         count: Of a block.

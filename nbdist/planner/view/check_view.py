@@ -1,4 +1,4 @@
-"""What was predicted of a step beside what was measured, as a table."""
+"""A table of a step's predicted and measured numbers."""
 
 from __future__ import annotations
 

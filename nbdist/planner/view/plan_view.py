@@ -88,12 +88,12 @@ def _rows_html(plan: Plan, rows: Sequence[PlanRow]) -> str:
 
 
 def _folded(what: str, names: Sequence[str], body: str) -> str:
-    """What a reader opens who wants to know more; "" of no strategies."""
+    """Fold the details that not every reader needs; "" of no strategies."""
     return folded(f"{what}: {', '.join(names)}", body) if names else ""
 
 
 def heading(plan: Plan) -> list[str]:
-    """What is planned: model, devices, batch, what is stored, what is assumed."""
+    """Describe the subject of the plan: model, devices, batch, numbers stored, assumptions."""
     model, load, device = plan.model, plan.load, plan.device
     form = ""
     if model.has_shape:
@@ -146,14 +146,14 @@ def _experts(plan: Plan) -> list[str]:
 
 
 def _frozen(plan: Plan) -> list[str]:
-    """What adapters are beside, as the rows store it."""
+    """Word the frozen base of adapters, as the rows store it."""
     choices = [row.choice for row in plan.rows if row.choice]
     stored = {widths_for(plan.model, choice, plan.load).frozen for choice in choices}
     return described(plan.model, max(stored, default=2))
 
 
 def _counts(model: ModelShape) -> str:
-    """What the number alone would hide: each recipe beside its sum."""
+    """Spell out a count that would mislead alone: each recipe beside its sum."""
     short, full = RECIPES["bf16"].total, RECIPES["mixed"].total
     single, half, more, less = (gigabytes(n * model.parameters) for n in (4, 2, full, short))
     return (
@@ -183,7 +183,7 @@ def _cells(plan: Plan, row: PlanRow, unit_bytes: float) -> list[str]:
 
 
 def footing(plan: Plan) -> list[str]:
-    """What the numbers mean, and where speeds are from."""
+    """Explain the numbers, and name the sources of speeds."""
     lines = _notes(plan)
     device = plan.device
     lines.append(
@@ -229,7 +229,7 @@ def footing(plan: Plan) -> list[str]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What a run has counted, and which rows it could not, by reason."""
+    """Note the rows that a run has counted, and those it could not, by reason."""
     counted = [(row.typed, row.memory) for row in plan.rows if row.memory is not None]
     lines = []
     if any(memory.engine != FORMULAS for _, memory in counted):

@@ -63,7 +63,7 @@ def shown_search(search: Search, advice: Advice, lines: Sequence[str]) -> Search
 
 
 def _take(search: Search, chosen: PlanRow | None, lines: Sequence[str]) -> list[str]:
-    """What to type for a row, and the batch that goes with it."""
+    """Word the options for a row, and the batch that goes with it."""
     if chosen is None:
         return []
     samples = search.load.samples
