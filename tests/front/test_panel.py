@@ -41,14 +41,19 @@ panel_optimizer = torch.optim.AdamW(panel_net.parameters())
 panel_net, panel_optimizer = accelerator.prepare(panel_net, panel_optimizer)
 """
 _GONE = "%%distributed\nimport gc\ndel panel_net, panel_optimizer\ngc.collect(); None"
-# As somebody at the panel would, who sees what runs: at no time, but when that does.
+# As somebody at the panel would, who sees what runs: at no time, but when that does. A cell sleeps
+# inside a function: an interrupt between two statements of a cell hits IPython, which may lose it.
 _LATER = """
 def later(*names, when, **chosen):
     def pressing():
         until(when)
         for name in names: press(name, **chosen)
     threading.Thread(target=pressing).start()
-def always(): return True
+asleep = threading.Event()
+def sleep():
+    asleep.set()
+    try: time.sleep(600)
+    finally: asleep.clear()
 def submitted(): return bool(nbdist.session().busy.running())
 def between_cells(): return not PANEL.scheduler.cell
 """
@@ -251,7 +256,7 @@ def test_interrupt_is_not_lost_on_ranks_that_have_not_begun_the_cell(panel: Kern
         f"{_STOPPED}stop_ranks(signal.SIGSTOP); later('interrupt', 'interrupt', when=submitted)"
     )
     given_back = panel.run("%%distributed\nimport time\ntime.sleep(600)")
-    running = panel.run("later('interrupt', when=always); time.sleep(600)")
+    running = panel.run("later('interrupt', when=asleep.is_set); sleep()")
     left = panel.run("stop_ranks(signal.SIGCONT); until(lambda: not nbdist.session().busy_ranks)")
     log = said(panel)
 
@@ -267,7 +272,6 @@ def test_an_interrupt_takes_back_what_waits_for_the_cell(
     """The panel's and the notebook's own; what is asked for afterwards is done, and a restart."""
     by_panel = panel.run("press('apply', strategy='fsdp'); press('checkpoint'); press('interrupt')")
     waiting = shared_folder / "waiting"
-    # One function: between two statements the interrupt would hit IPython itself, not the cell.
     running = panel.start(
         f"def wait():\n    open({str(waiting)!r}, 'w').close(); time.sleep(600)\n"
         "press('apply', strategy='zero1'); press('restart')\n"
@@ -349,8 +353,8 @@ def test_the_cell_that_shows_the_panel_counts_as_running(panel: Kernel) -> None:
     """What is asked for in it waits for its end, and Interrupt ends it."""
     panel.run("PANEL.close(); PANEL.job_queue._log.clear()")
     cell = panel.run(
-        "PANEL.show(); press('apply', strategy='fsdp'); later('interrupt', when=always)\n"
-        "time.sleep(600)"
+        "PANEL.show(); press('apply', strategy='fsdp'); later('interrupt', when=asleep.is_set)\n"
+        "sleep()"
     )
     log = said(panel)
 
