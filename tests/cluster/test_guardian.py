@@ -113,12 +113,17 @@ def test_a_stranger_that_got_the_pid_again_is_spared(started: Started) -> None:
     """A leader that did not start when the told one did is somebody else, with its session."""
     process = started()
     start = guardian.start_ticks(process.pid)
-    marker = b"NBDIST_RUN=/nowhere"
+    assert start is not None
 
-    assert guardian.members({process.pid: start}, marker) == [process.pid]
-    assert guardian.members({process.pid: "1"}, marker) == []
+    assert guardian.members({process.pid: start}) == {process.pid: start}
+    assert guardian.members({process.pid: "1"}) == {}
     # Told when it was gone already: nothing is known of it, so whoever has the pid is spared.
-    assert guardian.members({process.pid: None}, marker) == []
+    assert guardian.members({process.pid: None}) == {}
+    assert not guardian.send(process.pid, str(int(start) - 1), signal.SIGKILL)
+    assert process.poll() is None
+    assert guardian.send(process.pid, start, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not guardian.send(process.pid, start, signal.SIGKILL)
 
 
 def test_a_session_without_its_leader_is_still_ended(started: Started) -> None:
@@ -130,9 +135,8 @@ def test_a_session_without_its_leader_is_still_ended(started: Started) -> None:
     leader.kill()
     leader.wait()
 
-    assert guardian.members({leader.pid: start}, b"NBDIST_RUN=/nowhere") == [child]
-    killed = guardian.end_all({leader.pid: start}, b"NBDIST_RUN=/nowhere")
-    assert killed == {child}
+    assert [*guardian.members({leader.pid: start})] == [child]
+    assert guardian.end_all({leader.pid: start}) == ({child}, set())
     assert processes.wait_gone([child], 5) == []
 
 

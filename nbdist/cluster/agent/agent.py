@@ -379,7 +379,7 @@ class Agent:
         self._inbox.put(("exit", (rank, process, process.wait())))
 
     def _take_exit(self, rank: int, process: subprocess.Popen[bytes], code: int) -> None:
-        self._end_sessions([process.pid])
+        self._end_session(process.pid)
         if process is self._ranks[rank]:
             self._codes[rank] = code
             self._tell_exit(rank, code)
@@ -415,10 +415,10 @@ class Agent:
     def _end(self, rank: int) -> None:
         """Kill a rank, with all processes of its session."""
         if rank in self._ranks:
-            self._end_sessions([self._ranks[rank].pid])
+            self._end_session(self._ranks[rank].pid)
 
-    def _end_sessions(self, pids: list[int]) -> None:
-        guardian.end_all({pid: self._starts[pid] for pid in pids}, b"no marker")
+    def _end_session(self, pid: int) -> None:
+        guardian.end_all({pid: self._starts[pid]})
 
     def _tail(self, rank: int) -> str:
         try:
@@ -438,18 +438,11 @@ class Agent:
             time.sleep(0.01)
         if self._folder == Path():
             return
-        sweep(str(self._folder), self._starts)
+        guardian.sweep(str(self._folder), self._starts)
         try:
             self._folder.parent.rmdir()
         except OSError:
             return  # other runs are in it
-
-
-def sweep(folder: str, sessions: dict[int, str | None]) -> None:
-    """Kill these sessions and what else is of the folder's ranks, and remove the folder."""
-    killed = guardian.end_all(sessions, b"NBDIST_RUN=" + os.fsencode(folder))
-    guardian.sweep_shm(folder, killed | set(sessions))
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_former(folder: str) -> None:
@@ -459,7 +452,7 @@ def end_former(folder: str) -> None:
         line.sendall(b"stop\n")
         while line.recv(1 << 16):
             continue
-    sweep(folder, {})
+    guardian.sweep(folder, {})
 
 
 def relay(folder: str) -> None:

@@ -23,11 +23,16 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 
 # The prefix of the names of agents' folders, which are beside those of runs.
 RANKS = "ranks-"
-SWEEPS = 40
-SWEEP_PAUSE_S = 0.05
+END_S = 3.0
+END_POLL_S = 0.01
+# Not on macOS, which has no list of sessions or environments.
+HAS_PROC = os.path.isdir("/proc/self")
+# A process that is being started has no environment yet: it has one when this is over.
+START_S = 0.05
 # The limit of the command that ends processes elsewhere; it is run again if it fails.
 COMMAND_DEADLINE_S = 20.0
 COMMAND_PAUSE_S = 1.0
@@ -58,20 +63,20 @@ def start_ticks(pid: int) -> str | None:
     return fields[19] if fields else None
 
 
-def members(sessions: dict[int, str | None], marker: bytes) -> list[int]:
-    """Processes of these sessions, and those whose environment carries the marker."""
+def members(sessions: Mapping[int, str | None], marker: bytes = b"") -> dict[int, str]:
+    """Processes of these sessions, or with this marker in their environment: pid -> start time."""
     # A session's leader with another start time is a stranger that got the pid again.
     ours = {pid for pid, start in sessions.items() if start_ticks(pid) in (None, start)}
-    pids = []
-    for entry in os.listdir("/proc"):
+    starts = {}
+    for entry in os.listdir("/proc") if HAS_PROC else ():
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         fields = stat_fields(int(entry))
         if fields is None or fields[0] == "Z":
             continue
-        if int(fields[3]) in ours or has_marker(int(entry), marker):
-            pids.append(int(entry))
-    return pids
+        if int(fields[3]) in ours or (marker and has_marker(int(entry), marker)):
+            starts[int(entry)] = fields[19]
+    return starts
 
 
 def has_marker(pid: int, marker: bytes) -> bool:
@@ -83,67 +88,88 @@ def has_marker(pid: int, marker: bytes) -> bool:
         return False
 
 
-def end_all(sessions: dict[int, str | None], marker: bytes) -> set[int]:
-    """Kill until nothing is left; a few rounds, as a dying process may just be forking.
+def process_descriptor(pid: int) -> int:
+    """A descriptor (pidfd) of this process, however long it is open; -1 where there are none.
+
+    Raises:
+        ProcessLookupError: If the process has gone already.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):  # macOS, or refused by a sandbox
+        return -1
+
+
+def send(pid: int, start: str, number: int) -> bool:
+    """Signal a process; whether it was still the one that started then."""
+    descriptor = -1
+    try:
+        descriptor = process_descriptor(pid)
+        # From here on the descriptor means this process, even if another gets its pid later.
+        if start_ticks(pid) not in (None, start):
+            return False
+        if descriptor < 0:
+            os.kill(pid, number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
+    except OSError:
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return True
+
+
+def end_all(
+    sessions: Mapping[int, str | None], marker: bytes = b"", deadline_s: float = END_S
+) -> tuple[set[int], set[int]]:
+    """Kill until nothing is left, or the time is over; a dying process may just be forking.
 
     Returns:
-        The processes that were killed.
+        The processes that were killed, and those that live on.
     """
     killed: set[int] = set()
-    if not os.path.isdir("/proc/self"):  # macOS: no list of sessions or environments
+    if not HAS_PROC:
         for pid in sessions:
             try:
                 os.killpg(pid, signal.SIGKILL)
             except OSError:
                 continue
-        return killed
-    was_empty = False
-    for _ in range(SWEEPS):
-        pids = members(sessions, marker)
-        if not pids and was_empty:
+    was_empty, end_s = not marker, time.monotonic() + deadline_s
+    while (left := members(sessions, marker)) or not was_empty:
+        if time.monotonic() > end_s:
             break
-        was_empty = not pids  # once more: a process that is being started has no marker yet
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except OSError:
-                continue
-            killed.add(pid)
-        time.sleep(SWEEP_PAUSE_S)
-    return killed
+        was_empty = not left or not marker
+        killed.update(pid for pid, start in left.items() if send(pid, start, signal.SIGKILL))
+        time.sleep(END_POLL_S if left else START_S)
+    return killed, set(left)
 
 
-def watch_kernel(poller: select.poll, kernel: int) -> int:
-    """Let the poller wake when the kernel ends; the descriptor for it, or -1 without one.
+def run(words: list[str], deadline_s: float, output: io.TextIOWrapper | None = None) -> str:
+    """Run one of the kernel's commands; why it failed, or ""."""
+    import subprocess  # most guardians run none
 
-    Raises:
-        ProcessLookupError: If the kernel has gone already.
-    """
-    if not hasattr(os, "pidfd_open"):
-        return -1
     try:
-        descriptor = os.pidfd_open(kernel)
-    except ProcessLookupError:
-        raise
-    except OSError:
-        return -1  # refused by a sandbox: the pipe's end still tells
-    poller.register(descriptor, select.POLLIN)
-    return descriptor
+        subprocess.run(  # noqa: S603  # the kernel's own command
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            timeout=deadline_s,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return ""
 
 
 def run_command(words: list[str]) -> bool:
     """Run the command that ends processes elsewhere, such as a batch job; return whether it did."""
-    import subprocess  # the one that has no such command starts without it
-
     for pause_s in (COMMAND_PAUSE_S, 0.0):
-        try:
-            done = subprocess.run(  # noqa: S603  # the kernel's own command
-                words, stdin=subprocess.DEVNULL, timeout=COMMAND_DEADLINE_S, check=False
-            )
-            if done.returncode == 0:
-                return True
-        except (OSError, subprocess.TimeoutExpired):
-            pass
+        if not run(words, COMMAND_DEADLINE_S):
+            return True
         time.sleep(pause_s)
     return False
 
@@ -239,10 +265,12 @@ def wait(kernel: int, orders: Orders) -> None:
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
     try:
-        kernel_descriptor = watch_kernel(poller, kernel)
+        kernel_descriptor = process_descriptor(kernel)
     except ProcessLookupError:
         orders.read()  # what it had still said
         return
+    if kernel_descriptor >= 0:  # without it the pipe's end still tells
+        poller.register(kernel_descriptor, select.POLLIN)
     while True:
         pause_ms = HOLD_POLL_S * 1000 if orders.keep_s else None
         ready = {descriptor for descriptor, _ in poller.poll(pause_ms)}
@@ -307,20 +335,9 @@ def save(orders: Orders) -> bool:
     """
     words, path = read_at_end(orders.run_dir)
     if words:
-        import subprocess  # not needed before
-
         with open_log(path) as log:
-            try:
-                subprocess.run(  # noqa: S603  # the kernel's own command
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    timeout=SAVE_DEADLINE_S,
-                    check=False,
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                log.write(f"not saved: {error}\n")
+            if problem := run(words, SAVE_DEADLINE_S, log):
+                log.write(f"{problem}\n")
     return orders.is_taken
 
 
@@ -357,6 +374,13 @@ def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  #
                 continue
 
 
+def sweep(folder: str, sessions: Mapping[int, str | None]) -> None:
+    """Kill these sessions and what else is of an agent's ranks, and remove its folder."""
+    killed, _ = end_all(sessions, b"NBDIST_RUN=" + os.fsencode(folder))
+    sweep_shm(folder, killed | sessions.keys())
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def agents_folders(run_dir: str) -> list[str]:
     """List folders of this machine's agents that were killed before they could tidy up."""
     base, run = os.path.split(run_dir)
@@ -378,11 +402,9 @@ def main() -> None:
     if (orders.is_taken or not keep(orders)) and (os.fork() or not outlasts(orders)):
         sys.exit(TAKEN)
     command = orders.command
-    killed = end_all(orders.sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
+    killed, _ = end_all(orders.sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
     for folder in agents_folders(run_dir):
-        killed |= end_all({}, b"NBDIST_RUN=" + os.fsencode(folder))
-        sweep_shm(folder, killed)
-        shutil.rmtree(folder, ignore_errors=True)
+        sweep(folder, {})
     # Not before: a process that was just being started there is there now, or never will be.
     is_ended = not command or run_command(command)
     sweep_shm(run_dir, killed)

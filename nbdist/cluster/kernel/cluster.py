@@ -22,7 +22,6 @@ from nbdist.cluster.kernel import (
     controller,
     ipp_cluster,
     ipp_launchers,
-    processes,
     run_dir,
 )
 from nbdist.cluster.kernel.event_loop import current, run_in_loop
@@ -500,8 +499,6 @@ class Cluster:
             run_in_loop(asyncio.sleep(0), OTHER_STOP_DEADLINE_S)
             if self.channel is not None:
                 self.channel.close()
-            controller_pid = self.processes.controller_pid()
-            pids = [*self.processes.pids().values(), *filter(None, [controller_pid])]
             engine_set, controller = self._cluster.engine_set, self._cluster.controller
             if not self.processes.has_local_engines and ipp_launchers.has_job(engine_set):
                 # A batch system's, or on other hosts: only their launcher can end them.
@@ -509,7 +506,7 @@ class Cluster:
                 self._promise_ending(engine_set)
             if not is_own(controller) and ipp_launchers.has_job(controller):
                 self._stop_other(self._cluster.stop_controller(), "controller")
-            processes.terminate(pids, grace_s)
+            self.processes.terminate(grace_s)
         finally:
             # Also when an interrupt comes in between: the guardian ends whatever is left.
             self._close_guard()

@@ -7,22 +7,22 @@ opened before its start time was compared, so that a pid that is used again is n
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import shutil
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nbdist.cluster.agent import guardian
 from nbdist.cluster.kernel import run_dir, runs
 from nbdist.cluster.run_owner import DEAD, Process, Run
+from nbdist.core import host
 from nbdist.errors import NbdistError
 
 END_DEADLINE_S = 10.0
 STOP_GRACE_S = 2.0
-POLL_S = 0.02
+POLL_S = 0.01
 
 
 def clean() -> tuple[str, ...]:
@@ -87,13 +87,7 @@ def stop(run: Run) -> None:
         NbdistError: If the notebook cannot be notified, or something could not be ended.
     """
     run_dir.leave_note(Path(run.folder))
-    started = run_dir.pids(Path(run.folder))
-    asked = [Process(pid, start) for pid, start in started.items()]
-    for process in asked:
-        send(process, signal.SIGTERM)
-    end_s = time.monotonic() + STOP_GRACE_S
-    while any(_lives(process) for process in asked) and time.monotonic() < end_s:
-        time.sleep(POLL_S)
+    terminate(run_dir.pids(Path(run.folder)), STOP_GRACE_S)
     _, remaining = _end(run, END_DEADLINE_S)
     if remaining:
         raise NbdistError(
@@ -107,9 +101,14 @@ def stop(run: Run) -> None:
         )
 
 
-def _lives(process: Process) -> bool:
-    fields = guardian.stat_fields(process.pid)
-    return fields is not None and fields[0] not in "ZX" and fields[19] == process.start
+def terminate(processes: Mapping[int, str], grace_s: float) -> None:
+    """Ask processes, pid -> start time, to end, and wait for that until `grace_s` is over."""
+    asked = [pid for pid, start in processes.items() if guardian.send(pid, start, signal.SIGTERM)]
+    end_s = time.monotonic() + grace_s
+    # One that has ended counts so at once, and not only when its parent takes note of it: that of
+    # kept ranks is the system's first process, which in a container may take seconds.
+    while any(host.started(pid) == processes[pid] for pid in asked) and time.monotonic() < end_s:
+        time.sleep(POLL_S)
 
 
 def _end(run: Run, deadline_s: float) -> tuple[list[Process], list[Process]]:
@@ -123,30 +122,13 @@ def _end(run: Run, deadline_s: float) -> tuple[list[Process], list[Process]]:
     was_empty = False
     while True:
         processes.update(dict.fromkeys(runs.processes_of(run)))
-        living = [process for process in processes if _lives(process)]
+        living = [p for p in processes if host.started(p.pid) == p.start]
         if (not living and was_empty) or time.monotonic() > end_s:
             return [process for process in processes if process not in living], living
         was_empty = not living
         for process in living:
-            send(process, signal.SIGKILL)
+            guardian.send(process.pid, process.start, signal.SIGKILL)
         time.sleep(POLL_S)
-
-
-def send(process: Process, number: signal.Signals) -> bool:
-    """Signal a process; whether it was still that one."""
-    with contextlib.suppress(ProcessLookupError):
-        if not hasattr(os, "pidfd_open"):  # macOS: no start times either
-            os.kill(process.pid, number)
-            return True
-        descriptor = os.pidfd_open(process.pid)
-        try:
-            # From here on the descriptor means this process, even if another gets its pid later.
-            if guardian.start_ticks(process.pid) == process.start:
-                signal.pidfd_send_signal(descriptor, number)
-                return True
-        finally:
-            os.close(descriptor)
-    return False
 
 
 def _processes(those: Iterable[Process]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -16,20 +15,18 @@ import psutil
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from nbdist.cluster.agent import guardian
-from nbdist.cluster.kernel import ipp_launchers, run_dir
+from nbdist.cluster.kernel import ipp_launchers, orphans, run_dir
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine
 from nbdist.cluster.kernel.launchers.agents import SILENT_S
 from nbdist.cluster.kernel.launchers.rank_set import RankSet, is_own
+from nbdist.core import host
 from nbdist.core.exit_cause import exit_words
 from nbdist.errors import StartError
 from nbdist.rpc.kernel import sigint
 
 POLL_S = 0.01
 END_SESSION_S = 5.0
-# No process has this in its environment: variables have an equals sign.
-NO_MARKER = b"NBDIST_RUN"
-
 
 # The state of ranks whose controller has ended.
 WITHOUT_CONTROLLER = (
@@ -69,53 +66,6 @@ class Exit:
         return code
 
 
-def terminate(pids: list[int], grace_s: float) -> None:
-    """Ask processes to end, and wait for that until `grace_s` is over."""
-    processes = []
-    for pid in pids:
-        try:
-            process = psutil.Process(pid)
-            process.terminate()
-        except psutil.NoSuchProcess:
-            continue
-        processes.append(process)
-    end_s = time.monotonic() + grace_s
-    while (processes := [p for p in processes if _lives(p)]) and time.monotonic() < end_s:
-        time.sleep(POLL_S)
-
-
-def _lives(process: psutil.Process) -> bool:
-    """Whether it has not ended; not where only its parent has yet to take note of that.
-
-    The parent of kept ranks is the system's first process, which in a container may take seconds.
-    """
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def end_session(pid: int, start: str, deadline_s: float) -> bool:
-    """Kill a process that leads its session, and whatever else is in that session.
-
-    The leader may have ended already: a stranger with its pid that did not start then
-    (`guardian.start_ticks`) is spared. False where something was still there at the deadline.
-    """
-    if not Path("/proc/self").is_dir():  # macOS: no list of sessions
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        return True
-    end_s = time.monotonic() + deadline_s
-    while members := guardian.members({pid: start}, NO_MARKER):
-        if time.monotonic() > end_s:
-            return False
-        for member in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, signal.SIGKILL)
-        time.sleep(POLL_S)
-    return True
-
-
 def _pid_here(engine: LocalProcessLauncher | AgentEngine) -> int:
     """The process of this machine that is an engine, or carries the connection to its agent."""
     return int(engine.pid if is_own(engine) else engine.agent.pid)
@@ -147,7 +97,7 @@ class Processes:
 
     def is_living(self, pid: int) -> bool:
         """Whether a process of this machine is the one that was noted under its id."""
-        return pid > 0 and guardian.start_ticks(pid) == self._start_times.get(pid, "")
+        return pid > 0 and host.started(pid) == self._start_times.get(pid, "")
 
     @property
     def engine_set(self) -> RankSet:
@@ -177,6 +127,13 @@ class Processes:
         controller = self.cluster.controller
         lives_here = is_own(controller) and None not in self.exits
         return int(controller.pid) if lives_here else None
+
+    def terminate(self, grace_s: float) -> None:
+        """Ask controller and engines of this machine to end; wait until `grace_s` is over."""
+        pids = [*self.pids().values(), *filter(None, [self.controller_pid()])]
+        # A start that was broken off has watched none of them yet.
+        starts = {pid: self._start_times.get(pid) or host.started(pid) or "" for pid in pids}
+        orphans.terminate(starts, grace_s)
 
     def identify(self, pids: dict[int, int]) -> None:
         """Note which engine has which process, where the launcher did not decide it."""
@@ -276,7 +233,7 @@ class Processes:
                 raise StartError(f"rank {engine} on {started.agent.host} could not be ended")
             return
         pid = started.pid
-        if not end_session(pid, self._start_times[pid], END_SESSION_S):
+        if not self._end_session(pid):
             raise StartError(
                 f"process {pid} of rank {engine}, or one of its children, cannot be ended "
                 "(uninterruptible in the kernel?)"
@@ -285,13 +242,17 @@ class Processes:
 
     def kill_controller(self) -> None:
         """End the rest of the controller's session: its heart monitor holds its ports."""
-        pid = self.cluster.controller.pid
-        end_session(pid, self._start_times[pid], END_SESSION_S)
+        self._end_session(self.cluster.controller.pid)
 
     def kill_others(self) -> None:
         """End what this machine has of the run beside the engines that are watched."""
         for pid in set(self._start_times).difference(map(_pid_here, self._started.values())):
-            end_session(pid, self._start_times[pid], END_SESSION_S)
+            self._end_session(pid)
+
+    def _end_session(self, pid: int) -> bool:
+        """Kill a process, which may have ended, and its session; False if something lives on."""
+        _, left = guardian.end_all({pid: self._start_times[pid]}, deadline_s=END_SESSION_S)
+        return not left
 
     def interrupt(self, engine: int) -> bool:
         """Send SIGINT to one engine; False where that is for the controller to do."""

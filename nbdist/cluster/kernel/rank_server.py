@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 from nbdist.cluster import nccl_env
-from nbdist.cluster.agent import guardian
 from nbdist.cluster.kernel.launchers.helper_process import HelperProcess
+from nbdist.core import host
 from nbdist.core.exit_cause import exit_words
 from nbdist.errors import StartError
 
@@ -48,7 +48,7 @@ class ForkedProcess:
 
     def __init__(self, pid: int):
         self.pid = pid
-        self._start = guardian.start_ticks(pid)
+        self._start = host.started(pid)
         self._code: int | None = None
         self._ended = threading.Event()
 
@@ -79,8 +79,7 @@ class ForkedProcess:
 
     def note_orphan_end(self) -> None:
         """Note its end if it has ended, where its parent can report no more."""
-        fields = guardian.stat_fields(self.pid)
-        if fields is None or fields[0] in "ZX" or fields[19] != self._start:
+        if self._start is None or host.started(self.pid) != self._start:
             self.note_end(None)
 
 

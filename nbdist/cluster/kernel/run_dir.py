@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster import run_owner
-from nbdist.cluster.agent import guardian
 from nbdist.cluster.run_owner import Detachment, Keep, RunOwner
-from nbdist.core.host import this_machine
+from nbdist.core.host import started, this_machine
 from nbdist.core.units import shown
 from nbdist.errors import NbdistError, StartError
 from nbdist.rpc import wire
@@ -263,7 +262,7 @@ def _this_owner() -> RunOwner:
     if not notebook:
         with contextlib.suppress(FileNotFoundError):
             notebook = os.getcwd()  # noqa: PTH109  # a string
-    start = guardian.start_ticks(os.getpid()) or ""
+    start = started(os.getpid()) or ""
     return RunOwner(os.getpid(), start, this_machine(), time.time(), notebook, uuid.uuid4().hex)
 
 
