@@ -67,8 +67,8 @@ def _finding(name: str, typed: str | None, launched: str | None, around: HostCon
     if not conflicts:
         return Finding(name, value_text)
     # `NAME=1 was kept. With it ... . Set it to 0, or remove it.`
-    why, _, what = conflicts[0].partition(" was kept. ")[2].rpartition(". ")
-    return Finding(name, value_text, WARN, why, what.rstrip("."))
+    why, _, what = conflicts[0].partition(" was kept. With it ")[2].rpartition(". Set ")
+    return Finding(name, value_text, WARN, why, f"set {what.rstrip('.')}")
 
 
 def switch(why: str) -> Judge:

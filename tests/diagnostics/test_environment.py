@@ -91,6 +91,14 @@ def test_a_value_is_judged(name: str, value: str, verdict: str, why: str) -> Non
     assert finding.found == f"{value or 'empty'} (the notebook's environment)"
 
 
+def test_advice_on_what_breaks_an_abort_is_a_clause() -> None:
+    """It follows the variable and a colon, as all other advice does."""
+    finding = judged({"NCCL_BLOCKING_WAIT": "1"})["NCCL_BLOCKING_WAIT"]
+
+    assert finding.why.startswith("a hung NCCL call cannot be aborted safely")
+    assert finding.what == "set it to 0, or remove it"
+
+
 def test_the_origin_is_told() -> None:
     """Set in the notebook, by the launcher, by both, or by nobody."""
     findings = judged(
