@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nbdist.core.option import option, options_of, rank_count
 from nbdist.core.units import shown
 from nbdist.errors import OptionError, did_you_mean
 
@@ -41,24 +42,23 @@ NO_TIME_LEFT = ("INVALID", "NOT_SET", "N/A", "")
 
 @dataclass(frozen=True, slots=True)
 class SlurmOptions:
-    """Options of a job, beside its ranks; empty for Slurm's own defaults.
+    """Options of a job, beside its ranks, named as sbatch has them; "" for Slurm's own defaults.
 
-    Attributes:
-        gpus_per_node: Ranks of a host, each with a GPU; None for ranks on CPUs.
-        time: The value of `sbatch --time`: "2:00:00", "1-0" or minutes.
-        sbatch: More words for sbatch, as typed in a shell; they win, but for the job's name.
+    Words of `sbatch` win over the others, but for the job's name. Ranks are on CPUs where
+    `gpus_per_node` is None.
     """
 
-    gpus_per_node: int | None = None
-    partition: str = ""
-    account: str = ""
-    time: str = ""
-    sbatch: str = ""
+    gpus_per_node: int | None = option(
+        "slurm: ranks of each host, each with a GPU", "N", rank_count
+    )
+    partition: str = option("slurm: the job's partition", "NAME", default="")
+    account: str = option("slurm: the account that pays for the job", "NAME", default="")
+    time: str = option("slurm: the job's time limit, such as 2:00:00", "TIME", default="")
+    sbatch: str = option('slurm: more options for sbatch, "--constraint=h100"', "WORDS", default="")
 
 
 DEFAULTS = SlurmOptions()
-# The options as they are typed, in the order of the record's fields.
-TYPED = ("--gpus-per-node", "--partition", "--account", "--time", "--sbatch")
+FLAGS = tuple(row.flags[0] for row in options_of(SlurmOptions))
 
 
 @dataclass(frozen=True, slots=True)

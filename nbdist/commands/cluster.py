@@ -14,16 +14,12 @@ from nbdist.cells.kernel import kept_runs, wait
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.agent.guardian import LOG
-from nbdist.cluster.hosts import parse_hosts
-from nbdist.cluster.kernel import keep, profiles, run_dir, runs
-from nbdist.cluster.kernel.keep import DEFAULT_KEEP_S
-from nbdist.cluster.kernel.launcher import DEBUG_LEVELS
-from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
+from nbdist.cluster.kernel import keep, run_dir, runs
+from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, StartOptions
 from nbdist.cluster.run_owner import KEPT, Run
-from nbdist.cluster.slurm import TYPED, SlurmOptions
+from nbdist.cluster.slurm import FLAGS, SlurmOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
-from nbdist.core.option import Option, duration, positive_number, rank_count
-from nbdist.core.topology import BACKENDS
+from nbdist.core.option import Option, duration, options_of, positive_number
 from nbdist.core.units import is_stored, shown, span
 from nbdist.core.view import View
 from nbdist.diagnostics import view as runs_view
@@ -90,29 +86,13 @@ def dist_init(values: Namespace) -> View | None:
     return view
 
 
-# The options of a start as they are typed.
-_TYPED = {
-    "world_size": "-n",
-    "profile": "--profile",
-    "gpus": "--gpus",
-    "backend": "--backend",
-    "seed": "--seed",
-    "grace_s": "--grace",
-    "debug": "--debug",
-    "strategy": "--strategy",
-    "hosts": "--hosts",
-    "slurm": "/".join(TYPED),
-    "keep_s": "--keep",
-    "save": "--save",
-}
-
-
 def _already_running(options: StartOptions) -> View:
     session = NOTEBOOK.session
     running = f"{ranks_are(session.ranks)} already running in this notebook"
     differing = NOTEBOOK.differs(options)
     if differing:
-        typed = ", ".join(_TYPED[name] for name in differing)
+        flags = {"strategy": "--strategy", "slurm": "/".join(FLAGS)}
+        typed = ", ".join(flags.get(name) or _OF_RECORDS[name].flags[0] for name in differing)
         raise AlreadyRunning(
             f"{running}, with a different {typed}. %dist_reset with the options you want starts "
             "afresh; %dist_shutdown only stops; %dist_strategy switches the strategy alone."
@@ -270,96 +250,17 @@ def sync(values: Namespace) -> View:
     return View(f"{phrase} in step; rank {latest} came last, after {max(waited_s):.1f} s")
 
 
-def _grace(text: str) -> float:
-    """Seconds, or 0 for at once."""
-    return 0.0 if text.strip("0.") == "" and "0" in text else positive_number(text)
-
-
 def _timeout(what: str, default_s: float, name: str = "timeout_s") -> Option:
     help_text = f"{what}, in seconds (default: {default_s:.0f})"
     return Option(("--timeout",), help_text, positive_number, default_s, "S", name)
 
 
-_SAVE = Option(
-    ("--save",), "a checkpoint that is written when that time is over", default="", metavar="PATH"
-)
-# Of the profile slurm, named as sbatch has them.
-_SLURM_OPTIONS = (
-    Option((TYPED[0],), "slurm: ranks of each host, each with a GPU", rank_count, metavar="N"),
-    Option((TYPED[1],), "slurm: the job's partition", default="", metavar="NAME"),
-    Option((TYPED[2],), "slurm: the account that pays for the job", default="", metavar="NAME"),
-    Option((TYPED[3],), "slurm: the job's time limit, such as 2:00:00", default="", metavar="TIME"),
-    Option(
-        (TYPED[4],),
-        'slurm: more options for sbatch, "--constraint=h100"',
-        default="",
-        metavar="WORDS",
-    ),
-)
+_OF_RECORDS = {
+    row.name: row for record in (StartOptions, SlurmOptions) for row in options_of(record)
+}
 START_OPTIONS = (
-    Option(
-        ("-n", "--num-processes"),
-        "number of ranks (default: NBDIST_RANKS, or one per GPU, or 2 on the CPU)",
-        rank_count,
-        metavar="N",
-        name="world_size",
-    ),
-    Option(
-        ("--profile",),
-        "kind of cluster (default: local, or ssh with --hosts)",
-        metavar="NAME",
-        choices=profiles.available,
-    ),
-    Option(
-        ("--hosts",),
-        "hosts with their ranks, n1:4,n2:4, or a file of them (profiles: ssh, mpi)",
-        parse_hosts,
-        default=(),
-        metavar="HOSTS",
-    ),
-    *_SLURM_OPTIONS,
-    Option(
-        ("-g", "--gpus", "--gpu-ids"),
-        "GPUs such as 0,1, or none for the CPU (default: NBDIST_GPUS, or all)",
-        metavar="IDS",
-        name="gpus",
-        choices=("none",),
-    ),
-    Option(
-        ("--backend",),
-        "auto, nccl or gloo (default: auto)",
-        default="auto",
-        metavar="NAME",
-        choices=BACKENDS,
-    ),
-    Option(("--seed",), "seed all ranks' random generators alike", int, metavar="S"),
-    _timeout("longest time the start may take", DEFAULT_DEADLINE_S, "deadline_s"),
-    Option(
-        ("--grace",),
-        "seconds from reporting a certain deadlock to aborting it "
-        f"(default: {DEFAULT_GRACE_S:.0f}; 0 aborts at once)",
-        _grace,
-        default=DEFAULT_GRACE_S,
-        metavar="S",
-        name="grace_s",
-    ),
-    Option(
-        ("--debug",),
-        "torch's own checks of every collective: off, info or detail (default: off)",
-        default="off",
-        metavar="LEVEL",
-        choices=tuple(DEBUG_LEVELS),
-    ),
-    Option(
-        ("--keep",),
-        "let the ranks go on so long without this notebook, 8h if no time is given",
-        duration,
-        default=0.0,
-        metavar="TIME",
-        name="keep_s",
-        implied=DEFAULT_KEEP_S,
-    ),
-    _SAVE,
+    # The records have the defaults; None stands for an option that was not given.
+    *(replace(row, default=None) for row in _OF_RECORDS.values()),
     Option(("--auto",), "run plain cells on all ranks from now on", None),
     Option(
         ("--strategy",),
@@ -409,7 +310,7 @@ VERBS = (
                 duration,
                 metavar="TIME",
             ),
-            _SAVE,
+            _OF_RECORDS["save"],
         ),
     ),
     Verb(

@@ -55,11 +55,16 @@ def option(
     kind: Callable[[str], Any] = str,
     default: Any = None,
     *,
-    flags: tuple[str, ...] = (),
-    choices: Iterable[str] = (),
+    choices: Iterable[str] | Callable[[], Iterable[str]] = (),
+    **more: Any,
 ) -> Any:
-    """A field of a record, typed as an option: as `flags`, or `--keep-free` for keep_free."""
-    row = Option(flags, help_text, kind, default, metavar, choices=tuple(choices))
+    """A field of a record, typed as an option: as `flags`, or `--keep-free` for keep_free.
+
+    `more` are flags and the implied value, as an Option has them.
+    """
+    offered = choices if callable(choices) else tuple(choices)
+    values = {"flags": (), "choices": offered, **more}
+    row = Option(help=help_text, kind=kind, default=default, metavar=metavar, **values)
     return field(default=default, metadata={"option": row})
 
 

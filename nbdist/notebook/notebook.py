@@ -18,8 +18,7 @@ from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
 from nbdist.cells.view.live_cell import LiveCell, publish
-from nbdist.cluster.kernel import keep
-from nbdist.cluster.kernel.start import StartOptions
+from nbdist.cluster.kernel.start import DEFAULT_KEEP_S, StartOptions
 from nbdist.cluster.run_owner import Run
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
@@ -190,7 +189,7 @@ class Notebook:
             StartError: If what an attach needs cannot be written down.
         """
         session, options = self.session, self.options
-        seconds = keep_s or options.keep_s or keep.DEFAULT_KEEP_S
+        seconds = keep_s or options.keep_s or DEFAULT_KEEP_S
         session.keep(options, seconds, save or options.save)
         self._end(is_taken=True)
         self._why_none = "This notebook has let go of its ranks, and %dist_attach holds them again"

@@ -83,6 +83,7 @@ def test_engines_of_any_program_are_forks_and_a_stop_leaves_nothing(tmp_path: Pa
         assert engine["variable"] == "here"
 
 
+@pytest.mark.faults
 def test_engines_outlive_a_killed_program_as_ipyparallels_do(tmp_path: Path) -> None:
     """Its server goes with it; whoever has the cluster's file uses and stops the rest."""
     program, (_, engines, cluster_file) = start(tmp_path, GOES_ON)

@@ -240,6 +240,7 @@ def test_a_fork_that_ends_waits_for_threads_and_runs_exit_functions(
     assert texts == ["task thread exit " for _ in range(2)]
 
 
+@pytest.mark.faults
 def test_two_notebooks_have_a_server_each_that_ends_with_its_kernel(
     forked: Kernel, tmp_path: Path
 ) -> None:

@@ -62,13 +62,6 @@ def test_checks_are_for_ranks_that_are_started_here(
         start.start(StartOptions(2, debug="detail"), print)
 
 
-def test_both_can_be_compared_with_running_ranks() -> None:
-    """Every option of a start but the deadline has the name by which it is typed."""
-    fields = set(StartOptions.__dataclass_fields__) - {"deadline_s"}
-
-    assert set(cluster._TYPED) == fields
-
-
 def test_levels_are_torchs() -> None:
     """Each level sets torch's variable, and off sets nothing."""
     levels = {

@@ -1,26 +1,17 @@
 """Distributed cells leave the kernel free, queue up, and fall back where nothing can await."""
 
-import statistics
 from pathlib import Path
 
 import pytest
 
 from tests.support.kernel import Kernel
 
-_LATENCY_S = 0.25  # generous: 0.01 s on an idle machine
 _ECHO = """
 def echo(comm, _message):
     comm.on_msg(lambda message: comm.send({"echo": message["content"]["data"]}))
 get_ipython().kernel.comm_manager.register_target("echo", echo)
 """
 _WAIT = "import os, time\nprint('go')\nwhile not os.path.exists({!r}): time.sleep(0.01)"
-
-
-def test_a_short_cell_is_not_slowed_down(kernel: Kernel) -> None:
-    """The median of trivial cells is far from any polling interval."""
-    seconds = [kernel.run("%%distributed\n1;").seconds for _ in range(20)]
-
-    assert statistics.median(seconds) < _LATENCY_S
 
 
 def test_waiting_costs_no_processor_time(kernel: Kernel) -> None:

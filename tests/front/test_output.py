@@ -163,7 +163,7 @@ def test_rich_output_comes_from_rank_0(ready: Kernel, code: str, mime: str) -> N
 
     assert cell.status == "ok"
     assert len(cell.data(mime)) == 1
-    assert cell.text.endswith(_NOT_SHOWN)
+    assert _NOT_SHOWN in cell.text  # a slow one has a line of times as well
 
 
 def test_a_display_is_updated_in_place(ready: Kernel) -> None:

@@ -30,7 +30,6 @@ from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.strategy.choice import Strategy
 
-DEFAULT_KEEP_S = 8 * 3600.0
 ATTACH_S = 60.0
 # Ranks answer in milliseconds, unless C code holds Python's lock.
 ANSWER_S = 5.0

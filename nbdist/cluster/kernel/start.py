@@ -17,20 +17,21 @@ import psutil
 from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
-from nbdist.cluster.hosts import Host, clock_notes, share_ranks
+from nbdist.cluster.hosts import Host, clock_notes, parse_hosts, share_ranks
 from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.launchers import slurm as slurm_launcher
 from nbdist.cluster.kernel.launchers.rank_set import LOCAL, OTHER, SLURM
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.peer_filter import OpenPort
-from nbdist.cluster.slurm import DEFAULTS, TYPED, SlurmOptions
+from nbdist.cluster.slurm import DEFAULTS, FLAGS, SlurmOptions
 from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
+from nbdist.core.option import duration, option, positive_number, rank_count
 from nbdist.core.progress import Reporter
 from nbdist.core.ranks import is_all, parse_numbers
-from nbdist.core.topology import EngineReport, Gpu, HostRanks, StoreAt, Topology
+from nbdist.core.topology import BACKENDS, EngineReport, Gpu, HostRanks, StoreAt, Topology
 from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
 from nbdist.strategy import hosts
@@ -41,6 +42,7 @@ from nbdist.strategy.choose import StrategySpec
 RANKS, GPUS = "NBDIST_RANKS", "NBDIST_GPUS"
 DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
+DEFAULT_KEEP_S = 8 * 3600.0
 # The same as in profiles/local, which says why; agents report ends, so heartbeats may be slow. A
 # profile's own arguments stand behind, and win.
 CONTROLLER_ARGS = (
@@ -64,38 +66,60 @@ open_ports: RankFunction[[], tuple[OpenPort, ...]] = RankFunction("nbdist.engine
 log_problem: RankFunction[[], str] = RankFunction("nbdist.hang.rank.call_log:problem")
 
 
+def _grace(text: str) -> float:
+    """Seconds, or 0 for at once."""
+    return 0.0 if text.strip("0.") == "" and "0" in text else positive_number(text)
+
+
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """The options of %dist_init.
+    """The options of %dist_init; its ranks end with the notebook's kernel if keep_s is 0.
 
     Attributes:
-        world_size: Ranks; None for NBDIST_RANKS of the environment, or one per GPU, or 2 without.
-        gpus: "0,1", "none" for the CPU, None for NBDIST_GPUS of the environment, or all.
-        backend: "auto", "nccl" or "gloo".
-        seed: Set on every rank alike; None to leave the generators alone.
-        deadline_s: The limit of the whole start.
-        grace_s: How long a certain deadlock is left alone before it is aborted; 0 for at once.
-        debug: torch's own checks of every collective: "off", "info" or "detail".
         strategy: The strategy under which models are prepared; None for Accelerate's ddp.
-        hosts: Where ranks start, of profiles whose hosts are typed; empty for the profile's own.
         slurm: The job to be asked for, of profiles whose ranks Slurm starts.
-        keep_s: How long ranks go on without the notebook's kernel; 0 for not.
-        save: Where a checkpoint is written at the end of that time; empty for none.
     """
 
-    world_size: int | None = None
-    profile: str = "local"
-    gpus: str | None = None
-    backend: str = "auto"
-    seed: int | None = None
-    deadline_s: float = DEFAULT_DEADLINE_S
-    grace_s: float = DEFAULT_GRACE_S
-    debug: str = "off"
+    world_size: int | None = option(
+        "number of ranks (default: NBDIST_RANKS, or one per GPU, or 2 on the CPU)",
+        "N", rank_count, flags=("-n", "--num-processes"),
+    )  # fmt: skip
+    profile: str = option(
+        "kind of cluster (default: local, or ssh with --hosts)",
+        "NAME", default="local", choices=profiles.available,
+    )  # fmt: skip
+    gpus: str | None = option(
+        "GPUs such as 0,1, or none for the CPU (default: NBDIST_GPUS, or all)",
+        "IDS", flags=("-g", "--gpus", "--gpu-ids"), choices=("none",),
+    )  # fmt: skip
+    backend: str = option(
+        "auto, nccl or gloo (default: auto)", "NAME", default="auto", choices=BACKENDS
+    )
+    seed: int | None = option("seed all ranks' random generators alike", "S", int)
+    deadline_s: float = option(
+        f"longest time the start may take, in seconds (default: {DEFAULT_DEADLINE_S:.0f})",
+        "S", positive_number, DEFAULT_DEADLINE_S, flags=("--timeout",),
+    )  # fmt: skip
+    grace_s: float = option(
+        "seconds from reporting a certain deadlock to aborting it "
+        f"(default: {DEFAULT_GRACE_S:.0f}; 0 aborts at once)",
+        "S", _grace, DEFAULT_GRACE_S, flags=("--grace",),
+    )  # fmt: skip
+    debug: str = option(
+        "torch's own checks of every collective: off, info or detail (default: off)",
+        "LEVEL", default="off", choices=launcher.DEBUG_LEVELS,
+    )  # fmt: skip
     strategy: StrategySpec | None = None
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[Host, ...] = option(
+        "hosts with their ranks, n1:4,n2:4, or a file of them (profiles: ssh, mpi)",
+        "HOSTS", parse_hosts, (),
+    )  # fmt: skip
     slurm: SlurmOptions = DEFAULTS
-    keep_s: float = 0.0
-    save: str = ""
+    keep_s: float = option(
+        "let the ranks go on so long without this notebook, 8h if no time is given",
+        "TIME", duration, 0.0, flags=("--keep",), implied=DEFAULT_KEEP_S,
+    )  # fmt: skip
+    save: str = option("a checkpoint that is written when that time is over", "PATH", default="")
 
 
 def start(options: StartOptions, progress: Reporter) -> tuple[Cluster, Topology, tuple[str, ...]]:
@@ -182,7 +206,7 @@ def _load_profile(options: StartOptions) -> tuple[Config, str]:
     if kind != SLURM and options.slurm != DEFAULTS:
         raise OptionError(
             f"The ranks of the profile {options.profile!r} are not started by Slurm: "
-            f"{', '.join(TYPED[:-1])} and {TYPED[-1]} work with the profile slurm. Add --profile "
+            f"{', '.join(FLAGS[:-1])} and {FLAGS[-1]} work with the profile slurm. Add --profile "
             "slurm, or leave them out."
         )
     if kind == SLURM and options.hosts:

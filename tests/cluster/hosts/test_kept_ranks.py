@@ -349,8 +349,9 @@ def lab() -> Iterator[Hosts]:
         yield up
 
 
+@pytest.mark.more_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", ["ssh", pytest.param("slurm", marks=pytest.mark.more_hosts)])
+@pytest.mark.parametrize("profile", ["ssh", "slurm"])
 def test_a_notebook_of_another_host_takes_the_ranks_over(profile: str, lab: Hosts) -> None:
     """The first kernel is killed in a cell; the second shows all of it, and its ranks go on.
 

@@ -238,7 +238,7 @@ def surrounding() -> Allocation | None:
         raise OptionError(
             f"SLURM_JOB_ID says that this notebook runs in job {number}, which Slurm does not have "
             "any more. Remove it from the environment, or ask for another job with one of "
-            f"{', '.join(slurm.TYPED)}."
+            f"{', '.join(slurm.FLAGS)}."
         )
     return Allocation(job.number, shares(job.number), is_ours=False)
 
