@@ -1,6 +1,7 @@
 """The guardian ends what the kernel has started, and nothing else."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -25,38 +26,30 @@ from tests.support.ranks import until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 SLEEP = ["sleep", "300"]
+Started = Callable[..., subprocess.Popen[bytes]]
 
 
-class Started:
-    """Processes of one test; they end with it."""
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """Starts sessions of their own, and ends them after the test."""
+    all_started: list[subprocess.Popen[bytes]] = []
 
-    def __init__(self) -> None:
-        self._all: list[subprocess.Popen[bytes]] = []
-
-    def __call__(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(*command: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             command or SLEEP,
             env={**os.environ, **(env or {})},
             start_new_session=True,
             stdout=subprocess.PIPE,
         )
-        self._all.append(process)
+        all_started.append(process)
         return process
 
-    def end(self) -> None:
-        for process in self._all:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with process:
-                process.kill()
-
-
-@pytest.fixture
-def started() -> Iterator[Started]:
-    """Starts sessions of their own, and ends them after the test."""
-    processes_started = Started()
-    yield processes_started
-    processes_started.end()
+    yield start
+    for process in all_started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with process:
+            process.kill()
 
 
 @pytest.fixture
@@ -143,13 +136,20 @@ def test_a_session_without_its_leader_is_still_ended(started: Started) -> None:
 def test_it_acts_when_the_kernel_is_killed_though_the_pipe_stays_open(
     started: Started, run_dir: Path
 ) -> None:
-    """A child that the user's code has forked holds the pipe; the kernel's end is seen anyway."""
+    """A child that the user's code has forked holds the pipe; the kernel's end is seen anyway.
+
+    What is elsewhere is ended too, by the newest command, with its words as they are.
+    """
+    process, said = started(), run_dir.parent / "said"
+    tell = f"import sys; print(1, flush=True); open({str(said)!r}, 'a').write(str(sys.argv[1:]))"
     code = f"""
         import os, sys, time
         from pathlib import Path
         from nbdist.cluster.kernel.guard import Guard
         guard = Guard(Path({str(run_dir)!r}))
-        guard.watch({started().pid})
+        guard.watch({process.pid})
+        guard.promise(["false"])
+        guard.promise([sys.executable, "-c", {tell!r}, "two words", "--x=1"])
         if os.fork() == 0:
             print(os.getpid(), guard.pid, flush=True)
             time.sleep(300)
@@ -157,11 +157,13 @@ def test_it_acts_when_the_kernel_is_killed_though_the_pipe_stays_open(
     """
     kernel = started(sys.executable, "-c", textwrap.dedent(code))
     assert kernel.stdout is not None
-    child, stranger = (psutil.Process(int(pid)) for pid in kernel.stdout.readline().split())
+    child, guard = (psutil.Process(int(pid)) for pid in kernel.stdout.readline().split())
     kernel.kill()
     kernel.wait()
 
-    assert processes.wait_gone([stranger], 5) == []
+    assert processes.wait_gone([guard], 10) == []
+    assert said.read_text() == "['two words', '--x=1']"
+    assert ended(process)
     assert processes.is_alive(child)
     assert not run_dir.exists()
     child.kill()
@@ -175,7 +177,9 @@ def test_what_a_kernel_said_before_its_end_is_heard_after_it(
     kernel = started("true")
     kernel.wait()
     reading, writing = os.pipe()
-    os.write(writing, f"+{process.pid}\n".encode())
+    sessions = {process.pid: guardian.start_ticks(process.pid)}
+    orders = {"sessions": sessions, "command": [], "keep_s": 0.0, "hold": ""}
+    os.write(writing, json.dumps(orders).encode() + b"\n")
     subprocess.run(
         [sys.executable, "-I", "-S", guardian.__file__, str(kernel.pid), str(run_dir)],
         stdin=reading,
@@ -207,8 +211,8 @@ def test_what_a_killed_agent_of_this_machine_leaves_goes_too(
 def test_a_forked_child_does_not_hold_up_the_close(run_dir: Path) -> None:
     """The pipe's end may be held open elsewhere: the guardian is told to stop in words."""
     guard = Guard(run_dir)
-    assert guard._process.stdin is not None
-    copy = os.dup(guard._process.stdin.fileno())
+    assert guard._guardian._process.stdin is not None
+    copy = os.dup(guard._guardian._process.stdin.fileno())
     is_clean = guard.close()
     os.close(copy)
 
@@ -217,16 +221,18 @@ def test_a_forked_child_does_not_hold_up_the_close(run_dir: Path) -> None:
 
 
 def test_a_killed_guardian_is_replaced_and_told_again(started: Started, run_dir: Path) -> None:
-    """The new guardian knows the processes of before."""
-    process = started()
+    """The new guardian knows the processes and the command of before."""
+    process, said = started(), run_dir.parent / "said"
     guard = Guard(run_dir)
     guard.watch(process.pid)
+    guard.promise(["touch", str(said)])
     first = psutil.Process(guard.pid)
     first.kill()
 
     assert until(lambda: guard.pid != first.pid)
     assert guard.close()
     assert ended(process)
+    assert said.exists()
     assert not run_dir.exists()
 
 
@@ -234,12 +240,12 @@ def test_a_guardian_that_is_killed_just_before_the_close_does_its_work_anyway(
     monkeypatch: pytest.MonkeyPatch, started: Started, run_dir: Path
 ) -> None:
     """Closing does not take a killed guardian for one that has finished."""
-    monkeypatch.setattr(Guard, "_replace_when_killed", lambda self, process: None)
+    monkeypatch.setattr(Guard, "_take_end", lambda *_: None)
     process = started()
     guard = Guard(run_dir)
     guard.watch(process.pid)
     psutil.Process(guard.pid).kill()
-    guard._process.wait()
+    guard._guardian._process.wait()
     guard.watch(process.pid)  # into a broken pipe
 
     assert guard.close()
@@ -262,7 +268,10 @@ def ignores(pid: int, numbers: set[signal.Signals]) -> bool:
 
 
 def test_folders_of_the_run_in_shared_memory_are_removed(run_dir: Path, tmp_path: Path) -> None:
-    """What a killed kernel or rank had on its way; those of other runs stay."""
+    """What a killed kernel or rank had on its way; those of other runs stay.
+
+    Torch's files too, of a loader's worker that was killed just after it had made one.
+    """
     shared = tmp_path / "shm"
     mine, others = (
         f"{shm.folder_prefix(os.getuid(), run_dir.name)}a",
@@ -271,48 +280,12 @@ def test_folders_of_the_run_in_shared_memory_are_removed(run_dir: Path, tmp_path
     for name in (mine, others):
         (shared / name).mkdir(parents=True)
         (shared / name / "file").write_text("large")
-    guardian.sweep_shm(str(run_dir), set(), str(shared))
+    for name in ("torch_12_345_0", "torch_123_4_0", "torch_13_5_1", "other_12_1"):
+        (shared / name).touch()
+    guardian.sweep_shm(str(run_dir), {12, 13}, str(shared))
     guardian.sweep_shm(str(run_dir), set(), str(tmp_path / "none"))
 
-    assert [path.name for path in shared.iterdir()] == [others]
-
-
-def test_torchs_files_of_killed_processes_are_removed(run_dir: Path, tmp_path: Path) -> None:
-    """A loader's worker that was killed just after it had made one; those of others stay."""
-    for name in ("torch_12_345_0", "torch_123_4_0", "torch_13_5_1", "other_12_1"):
-        (tmp_path / name).touch()
-    guardian.sweep_shm(str(run_dir), {12, 13}, str(tmp_path))
-
-    assert {"torch_123_4_0", "other_12_1"} <= {path.name for path in tmp_path.iterdir()}
-    assert not list(tmp_path.glob("torch_1[23]_*"))
-
-
-def test_the_command_for_what_is_elsewhere_is_run_when_the_kernel_is_killed(
-    started: Started, run_dir: Path
-) -> None:
-    """The newest command, with its words as they are, after the processes have ended."""
-    process, said = started(), run_dir.parent / "said"
-    tell = f"import sys; open({str(said)!r}, 'a').write(str(sys.argv[1:]))"
-    code = f"""
-        import sys, time
-        from pathlib import Path
-        from nbdist.cluster.kernel.guard import Guard
-        guard = Guard(Path({str(run_dir)!r}))
-        guard.watch({process.pid})
-        guard.promise(["false"])
-        guard.promise([sys.executable, "-c", {tell!r}, "two words", "--x=1"])
-        print(guard.pid, flush=True)
-        time.sleep(300)
-    """
-    kernel = started(sys.executable, "-c", textwrap.dedent(code))
-    assert kernel.stdout is not None
-    guard = psutil.Process(int(kernel.stdout.readline()))
-    kernel.kill()
-
-    assert processes.wait_gone([guard], 10) == []
-    assert said.read_text() == "['two words', '--x=1']"
-    assert ended(process)
-    assert not run_dir.exists()
+    assert {path.name for path in shared.iterdir()} == {others, "torch_123_4_0", "other_12_1"}
 
 
 def test_a_command_that_fails_is_repeated_once_and_the_folder_stays(
@@ -346,19 +319,6 @@ def test_a_command_that_was_taken_back_is_not_run(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
-def test_a_replaced_guardian_knows_the_command(run_dir: Path) -> None:
-    """It is told again, as processes are."""
-    guard = Guard(run_dir)
-    said = run_dir.parent / "said"
-    guard.promise(["touch", str(said)])
-    first = psutil.Process(guard.pid)
-    first.kill()
-    assert until(lambda: guard.pid != first.pid)
-    assert guard.close()
-
-    assert said.exists()
-
-
 def hold(run_dir: Path, mark: str) -> None:
     """Write down who holds the run."""
     (run_dir / "owner.json").write_text(f'{{"hold": "{mark}"}}')
@@ -376,8 +336,14 @@ def kept_guard(run_dir: Path, process: subprocess.Popen[bytes], keep_s: float) -
 def test_kept_processes_go_on_without_a_kernel_until_their_time_is_over(
     started: Started, run_dir: Path
 ) -> None:
-    """Since when and until when is written down; then all of it ends as ever."""
-    process = started()
+    """Since when and until when is written down; then all of it ends as ever.
+
+    Before that the command of the run's folder has run; its output stays.
+    """
+    process, saved = started(), run_dir.parent / "new" / "saved"
+    code = f"import os; os.kill({process.pid}, 0); open({str(saved)!r}, 'x'); print('said')"
+    keep = Keep(1.0, str(saved), (sys.executable, "-c", code), "0", sys.executable)
+    cluster_run_dir.write_keep(run_dir, keep)
     kept_guard(run_dir, process, 1.0).leave()
     assert until(lambda: cluster_run_dir.read_detachment(run_dir) is not None, 5)
     detachment = cluster_run_dir.read_detachment(run_dir)
@@ -386,6 +352,7 @@ def test_kept_processes_go_on_without_a_kernel_until_their_time_is_over(
     assert detachment.until_s - detachment.since_s == pytest.approx(1.0, abs=0.01)
     assert process.poll() is None
     assert ended(process)
+    assert saved.with_suffix(guardian.LOG).read_text() == "said\n"
     assert until(lambda: not run_dir.exists(), 5)
 
 
@@ -433,17 +400,3 @@ def test_kept_processes_end_when_their_folder_is_removed(started: Started, run_d
     shutil.rmtree(run_dir)
 
     assert ended(process)
-
-
-def test_what_is_to_be_saved_is_saved_before_the_end(started: Started, run_dir: Path) -> None:
-    """The command of the run's folder has run while the processes still live; its words stay."""
-    process = started()
-    saved = run_dir.parent / "new" / "saved"
-    code = f"import os; os.kill({process.pid}, 0); open({str(saved)!r}, 'x'); print('said')"
-    keep = Keep(0.3, str(saved), (sys.executable, "-c", code), "0", sys.executable)
-    cluster_run_dir.write_keep(run_dir, keep)
-    kept_guard(run_dir, process, 0.3).leave()
-
-    assert ended(process)
-    assert saved.exists()
-    assert saved.with_suffix(guardian.LOG).read_text() == "said\n"

@@ -5,12 +5,12 @@ has a guardian of its own, or until their time is over.
 
 A program of its own (`python -I -S guardian.py KERNEL_PID RUN_DIR`), not a module: it must
 outlive the kernel and start in milliseconds, so it uses the standard library alone.
-Standard input brings one line per process that the kernel has started (`+PID`), the command that
-ends what is elsewhere (`!WORDS` with null bytes in between; the newest counts, `!` is none), and
-for how long the ranks are kept (`=SECONDS HOLD`, with the kernel's mark in owner.json; 0 for not).
-`stop` means that the cluster stops; its end means the same unless the ranks are kept. It ends
-nothing that the kernel did not start: only members of the sessions it was told of, processes that
-carry this run's NBDIST_RUN, and what the command ends.
+A line of its standard input is JSON: the sessions to end, by the process that leads each, the
+command that ends what is elsewhere, and for how long the ranks are kept, with the kernel's mark in
+owner.json. The newest line counts. The line `stop` means that the cluster stops; the input's end
+means the same unless the ranks are kept. It ends nothing that the kernel did not start: only
+members of the sessions it was told of, processes that carry this run's NBDIST_RUN, and what the
+command ends. Its output says nothing, but its end is seen.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def run(words: list[str], deadline_s: float, output: io.TextIOWrapper | None = N
         subprocess.run(  # noqa: S603  # the kernel's own command
             words,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=output or subprocess.DEVNULL,
+            stderr=output or subprocess.DEVNULL,
             timeout=deadline_s,
             check=True,
         )
@@ -187,7 +187,7 @@ class Orders:
 
     def __init__(self, run_dir: str):
         self.run_dir = run_dir
-        self.sessions: dict[int, str | None] = {}
+        self.sessions: dict[int, str] = {}
         self.command: list[str] = []
         self.keep_s = 0.0
         self.hold = ""
@@ -209,19 +209,13 @@ class Orders:
                 if line == b"stop":
                     self.is_stopped = True
                     return False
-                self._take(line[:1], line[1:])
+                self._take(**json.loads(line))
 
-    def _take(self, kind: bytes, words: bytes) -> None:
-        if kind == b"!":
-            self.command = [os.fsdecode(word) for word in words.split(b"\0") if word]
-        elif kind == b"=":
-            seconds, _, hold = words.partition(b" ")
-            self.keep_s, self.hold = float(seconds), hold.decode()
-            owner = owner_of(self.run_dir)
-            self.machine = owner.get("machine") if owner.get("hold") == self.hold else self.machine
-        else:
-            pid, _, start = words.partition(b" ")
-            self.sessions[int(pid)] = start.decode() or start_ticks(int(pid))
+    def _take(self, sessions: dict[str, str], command: list[str], keep_s: float, hold: str) -> None:
+        self.sessions = {int(pid): start for pid, start in sessions.items()}
+        self.command, self.keep_s, self.hold = command, keep_s, hold
+        owner = owner_of(self.run_dir)
+        self.machine = owner.get("machine") if owner.get("hold") == hold else self.machine
 
     @property
     def is_taken(self) -> bool:
@@ -309,6 +303,7 @@ def outlasts(orders: Orders) -> bool:
 
     That kernel's own guardian cannot end the run's processes here, such as its controller.
     """
+    os.dup2(2, 1)  # nowhere: for the kernel this guardian ends with its output
     while not is_removed(os.path.join(orders.run_dir, OWNER)):
         if owner_of(orders.run_dir).get("machine", orders.machine) == orders.machine:
             return False

@@ -9,13 +9,31 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from nbdist.cluster.agent.guardian import TAKEN, is_held_by_another, start_ticks
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
+from nbdist.cluster.kernel.launchers.helper_process import HelperProcess
 
 PROGRAM = Path(__file__).resolve().parents[1] / "agent" / "guardian.py"
 CLOSE_DEADLINE_S = 5.0
 SHORT_LIFE_S = 0.5
+
+
+class Guardian(HelperProcess):
+    """The process of one guardian."""
+
+    keeps_words = False
+
+    def __init__(self, run_dir: Path, on_end: Callable[[int], object]):
+        """Start it; `on_end` is called with its exit code."""
+        self._on_end = on_end
+        words = [sys.executable, "-I", "-S", str(PROGRAM), str(os.getpid()), str(run_dir)]
+        super().__init__("guardian", words, os.environ)
+
+    def _take_end(self) -> None:
+        self._lose("it has ended")
+        self._on_end(self._process.wait())
 
 
 class Guard:
@@ -30,31 +48,33 @@ class Guard:
         self.on_taken: Callable[[], object] = lambda: None
         self._run_dir = run_dir
         # With start times: by then a pid alone, given to a later guardian, may be a stranger's.
-        self._pids = list(cluster_run_dir.pids(run_dir).items())
-        self._command = tuple(cluster_run_dir.command(run_dir))
-        self._keep: tuple[float, str] = 0.0, ""
+        self._orders: dict[str, Any] = {
+            "sessions": cluster_run_dir.pids(run_dir),
+            "command": cluster_run_dir.command(run_dir),
+            "keep_s": 0.0,
+            "hold": "",
+        }
         self._is_closing = False
         self._lock = threading.Lock()
-        self._process = self._start()
-        self._tell_all()
+        self._start()
 
     @property
     def pid(self) -> int:
         """The guardian's process id."""
-        return self._process.pid
+        return self._guardian.pid
 
     @property
     def is_taken(self) -> bool:
         """Whether another kernel holds the run; the guardian reports it with a delay."""
-        seconds, hold = self._keep
-        return bool(seconds) and is_held_by_another(str(self._run_dir), hold)
+        is_kept, hold = bool(self._orders["keep_s"]), self._orders["hold"]
+        return is_kept and is_held_by_another(str(self._run_dir), hold)
 
     def watch(self, pid: int) -> None:
         """End this process's session too when the kernel goes."""
         with self._lock:
-            self._pids.append((pid, start_ticks(pid) or ""))
-            cluster_run_dir.note_pid(self._run_dir, *self._pids[-1])
-            self._tell(*self._pids[-1])
+            start = start_ticks(pid) or ""
+            cluster_run_dir.note_pid(self._run_dir, pid, start)
+            self._tell(sessions={**self._orders["sessions"], pid: start})
 
     def promise(self, command: Sequence[str]) -> None:
         """Let this command end processes elsewhere when the kernel goes; empty for no command.
@@ -62,22 +82,19 @@ class Guard:
         It is noted in the run's folder too, for a process that ends the run from outside.
         """
         with self._lock:
-            self._command = tuple(command)
-            cluster_run_dir.note_command(self._run_dir, self._command)
-            self._tell_command()
+            cluster_run_dir.note_command(self._run_dir, command)
+            self._tell(command=list(command))
 
     def keep(self, seconds: float, hold: str) -> None:
         """Let the ranks go on this many seconds without a kernel; 0 for not. `hold` is our mark."""
         with self._lock:
-            self._keep = seconds, hold
-            self._tell_keep()
+            self._tell(keep_s=seconds, hold=hold)
 
     def leave(self) -> None:
         """Leave the ranks to the guardian, which keeps them as `keep` has set."""
         with self._lock:
             self._is_closing = True
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            self._guardian.hang_up()
 
     def close(self) -> bool:
         """End everything that is left of the run now; True when the guardian has finished."""
@@ -86,71 +103,29 @@ class Guard:
         end_s = time.monotonic() + CLOSE_DEADLINE_S
         try:
             # Not 0: it was killed and not replaced yet, so the work is still to be done.
-            while self._close_one(end_s) not in {0, TAKEN}:
+            while self._guardian.say_stop(end_s - time.monotonic()) not in {0, TAKEN}:
                 with self._lock:
-                    self._restart()
+                    self._start()
         except subprocess.TimeoutExpired:
             return False
         return True
 
-    def _close_one(self, end_s: float) -> int:
-        # Said in words: a child that the user's code has forked may hold the pipe open.
-        self._write("stop\n")
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        return self._process.wait(max(0.0, end_s - time.monotonic()))
+    def _start(self) -> None:
+        self._began_s = time.monotonic()
+        self._guardian = Guardian(self._run_dir, self._take_end)
+        self._tell()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(  # noqa: S603  # our own program
-            [sys.executable, "-I", "-S", str(PROGRAM), str(os.getpid()), str(self._run_dir)],
-            stdin=subprocess.PIPE,
-            bufsize=0,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            # Out of the kernel's process group: an interrupt is not for the guardian, and
-            # whatever kills that group must not kill it.
-            start_new_session=True,
-        )
-        threading.Thread(target=self._replace_when_killed, args=(process,), daemon=True).start()
-        return process
+    def _tell(self, **changed: Any) -> None:
+        self._orders.update(changed)
+        self._guardian.tell(**self._orders)
 
-    def _replace_when_killed(self, process: subprocess.Popen[bytes]) -> None:
-        began_s = time.monotonic()
-        if process.wait() == TAKEN and not self._is_closing:
+    def _take_end(self, code: int) -> None:
+        if code == TAKEN and not self._is_closing:
             self._is_closing = True
             self.on_taken()
             return
-        if time.monotonic() - began_s < SHORT_LIFE_S:
+        if time.monotonic() - self._began_s < SHORT_LIFE_S:
             time.sleep(SHORT_LIFE_S)  # one that cannot start must not be tried without a pause
         with self._lock:
-            if self._is_closing:
-                return
-            self._restart()
-
-    def _restart(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process = self._start()
-        self._tell_all()
-
-    def _tell_all(self) -> None:
-        for process in self._pids:
-            self._tell(*process)
-        self._tell_command()
-        self._tell_keep()
-
-    def _tell(self, pid: int, start: str) -> None:
-        self._write(f"+{pid} {start}\n")
-
-    def _tell_command(self) -> None:
-        self._write("!" + "\0".join(self._command) + "\n")
-
-    def _tell_keep(self) -> None:
-        self._write("={:g} {}\n".format(*self._keep))
-
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line.encode())
-        except BrokenPipeError:
-            return  # killed just now: the next guardian is told of everything
+            if not self._is_closing:
+                self._start()

@@ -134,12 +134,9 @@ class HostAgent(HelperProcess):
     def stop(self, deadline_s: float = STOP_S) -> bool:
         """Let the agent end its ranks and itself; False where it was not seen to end."""
         was_lost, self._is_stopping = bool(self.lost), True
-        # In words: a child that the user's code has forked may hold the pipe open.
-        self._outbox.put(b"stop\n")
-        self._outbox.put(None)
         try:
             # Where no agent has come yet, ssh would go on trying.
-            self._process.wait(deadline_s if self._facts.done() else 0.0)
+            self.say_stop(deadline_s if self._facts.done() else 0.0)
         except subprocess.TimeoutExpired:
             self.kill()
             return False
@@ -148,7 +145,7 @@ class HostAgent(HelperProcess):
     def leave(self) -> None:
         """Hang up; an agent that keeps its ranks goes on without this kernel."""
         self._is_stopping = True
-        self._outbox.put(None)
+        self.hang_up()
 
     def _next(self) -> bytes | None:
         """The next request, or a beat without one; a silent host counts as lost."""

@@ -29,10 +29,11 @@ WORDS_BYTES = 4000
 class HelperProcess:
     """A process in a session of its own, with requests and messages as lines of JSON.
 
-    A line of its standard input is a request: {"id": 7, "do": "fork", ...}. A line of its standard
-    output that begins with MARK is a message: {"event": "answer", "id": 7, "value": ...}, with
-    "error" in place of "value", or another event. All other lines are passed over. A subclass
-    takes events (`_take`) and the end of the output (`_take_end`), both in the thread that reads.
+    A line of its standard input is a request, {"id": 7, "do": "fork", ...}, or a message without an
+    answer (`tell`). A line of its standard output that begins with MARK is a message: {"event":
+    "answer", "id": 7, "value": ...}, with "error" in place of "value", or another event. All other
+    lines are passed over. A subclass takes events (`_take`) and the end of the output
+    (`_take_end`), both in the thread that reads.
 
     Attributes:
         name: In the names of its threads, and in front of errors that it answers.
@@ -52,7 +53,7 @@ class HelperProcess:
         self.name, self.lost = name, ""
         self._answers: dict[int, Future[Any]] = {}
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._heard_s = time.monotonic()
         self._last_words = ""
@@ -91,6 +92,27 @@ class HelperProcess:
         self._outbox.put(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
         return future
 
+    def tell(self, **content: Any) -> None:
+        """Send a message without an answer; it is in the pipe when this returns."""
+        line = json.dumps(content).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError, ValueError):  # ended, and its input closed
+            self._send(line)
+
+    def hang_up(self) -> None:
+        """Close its standard input, in a moment."""
+        self._outbox.put(None)
+
+    def say_stop(self, deadline_s: float) -> int:
+        """Ask it to end, and wait for that; its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: If it has not ended by then.
+        """
+        # In words: a child that the user's code has forked may hold the pipe open.
+        self._outbox.put(b"stop\n")
+        self.hang_up()
+        return self._process.wait(max(0.0, deadline_s))
+
     def words(self) -> str:
         """The last of what it has written to its standard error so far."""
         with contextlib.suppress(ValueError):  # closed: what it was then
@@ -106,10 +128,17 @@ class HelperProcess:
 
     def _write(self) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+        with contextlib.suppress(BrokenPipeError):  # it has ended
             while not self.lost and (content := self._next()) is not None:
-                while content:
-                    content = content[pipe.write(content) :]
+                self._send(content)
+        with self._writing:
+            self._process.stdin.close()
+
+    def _send(self, content: bytes) -> None:
+        assert self._process.stdin is not None
+        with self._writing:
+            while content:
+                content = content[self._process.stdin.write(content) :]
 
     def _next(self) -> bytes | None:
         """Wait for the next line to send; None closes the process's standard input."""
