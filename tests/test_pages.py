@@ -1,0 +1,67 @@
+"""Pages and lessons as a reader has them: links lead somewhere, and the map names every lesson."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAP = LESSONS[0]
+
+
+def markdown(path: Path) -> str:
+    """The text of a page, or of a notebook's markdown cells."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(
+        r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    headings = re.findall(r"^#+ +(.*?) *$", text, flags=re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def dead_links(path: Path) -> Iterator[str]:
+    """Links of a page or a lesson to files that are not there, and to headings that no page has."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", markdown(path)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield f"{path.name}: {link}"
+
+
+def test_links_lead_somewhere() -> None:
+    """Files and headings that pages and lessons link to are there."""
+    assert [link for path in (*PAGES, *LESSONS) for link in dead_links(path)] == []
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    """Of a file that is not there, and of a heading; code is not read."""
+    (tmp_path / "page.md").write_text("# A `b` c\n", encoding="utf-8")
+    page = tmp_path / "links.md"
+    page.write_text(
+        "[x](page.md#a-b-c) [x](no.md) [x](page.md#none) `[x](code.md)`\n", encoding="utf-8"
+    )
+
+    assert [*dead_links(page)] == ["links.md: no.md", "links.md: page.md#none"]
+
+
+def test_the_map_and_the_readme_name_every_lesson() -> None:
+    """In order, each with a link."""
+    named = re.findall(r"^\| \[[^\]]*\]\((\S+)\.ipynb\)", markdown(MAP), flags=re.MULTILINE)
+    assert named == [lesson.stem for lesson in LESSONS[1:]]
+    readme = re.findall(r"`(\d\d_\w+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert readme == [lesson.stem for lesson in LESSONS]
