@@ -29,6 +29,7 @@ from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
 from nbdist.cluster.kernel.launchers.ssh import SSHRankSetLauncher
 from nbdist.cluster.kernel.processes import Processes
 from nbdist.cluster.kernel.start import StartOptions
+from nbdist.core import host
 from nbdist.errors import Interrupted, NbdistError, StartError
 from tests.support import processes
 from tests.support.ranks import until
@@ -64,7 +65,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-def one_rank(make: Callable[..., Any], folder: Path) -> tuple[Launcher, Processes]:
+def one_rank(make: Callable[..., Any]) -> tuple[Launcher, Processes]:
     """A launcher whose only rank runs, and the processes of its run."""
     launcher = make(Launcher, Host("a", 1))
 
@@ -72,7 +73,9 @@ def one_rank(make: Callable[..., Any], folder: Path) -> tuple[Launcher, Processe
         await launcher.start(1)
 
     run_in_loop(begin(), 20)
-    started = Processes(folder, Mock())
+    guard = Mock(sessions={})
+    guard.watch = lambda pid: guard.sessions.update({pid: host.started(pid)})
+    started = Processes(guard)
     started.watch_engine(0, launcher.launchers["0"])
     return launcher, started
 
@@ -255,7 +258,7 @@ def test_a_rank_of_a_host_that_was_just_cut_off_counts_as_ended(
     monkeypatch.setattr("nbdist.cluster.kernel.launchers.agents.SILENT_S", 1.5)
     monkeypatch.setattr("nbdist.cluster.kernel.processes.SILENT_S", 1.5)
     monkeypatch.setattr("nbdist.cluster.kernel.processes.END_SESSION_S", 1.5)
-    launcher, started = one_rank(make, tmp_path)
+    launcher, started = one_rank(make)
     stopped = psutil.Process(launcher.agents["a"].pid)
     stopped.suspend()
     try:
@@ -272,7 +275,7 @@ def test_what_carries_a_connection_is_not_ended_with_an_old_controller(
     make: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Before a new controller starts, what is left of the run here ends, and no host is lost."""
-    launcher, started = one_rank(make, tmp_path)
+    launcher, started = one_rank(make)
     with subprocess.Popen(["sleep", "300"], start_new_session=True) as left:
         started.guard(left.pid)
         started.kill_others()

@@ -329,7 +329,7 @@ def kept_guard(run_dir: Path, process: subprocess.Popen[bytes], keep_s: float) -
     hold(run_dir, "mine")
     guard = Guard(run_dir)
     guard.watch(process.pid)
-    guard.keep(keep_s, "mine")
+    guard.keep(keep_s)
     return guard
 
 
@@ -377,7 +377,7 @@ def test_the_guardian_leaves_kept_processes_to_another_holder(
     hold(run_dir, "another")
     assert is_told.wait(5)
     second = Guard(run_dir)
-    second.keep(600, "another")
+    second.keep(600)
     second.leave()
     guardian_process = psutil.Process(second.pid)
     assert until(lambda: cluster_run_dir.read_detachment(run_dir) is not None, 5)

@@ -182,9 +182,9 @@ def test_a_signal_by_way_of_the_nanny_reaches_the_engine(plain: Session) -> None
     assert failure[0] == "KeyboardInterrupt"
 
 
-def test_a_launchers_number_is_translated_to_the_engine(tmp_path: Path) -> None:
+def test_a_launchers_number_is_translated_to_the_engine() -> None:
     """Engines may register in another order than they were started in."""
-    of_run = Processes(tmp_path, Mock())
+    of_run = Processes(Mock())
     of_run._started = {0: psutil.Process(1), 1: psutil.Process()}
     exits: list[Exit] = []
     of_run.on_exit = exits.append

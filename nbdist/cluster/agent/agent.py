@@ -54,8 +54,8 @@ PR_SET_PDEATHSIG = 1
 SOCKET = "agent.sock"
 GONE = "its agent has ended, and its ranks with it: their time was over, or the host was restarted"
 
-# The module nbdist.cluster.agent.guardian; the sender of both texts hands it to `serve`.
-guardian: Any = None
+# The module nbdist.cluster.agent.guardian, whose text is sent in front of this one.
+guardian: Any = sys.modules.get("nbdist_guardian")
 
 
 def versions() -> dict[str, str]:
@@ -483,10 +483,8 @@ def relay(folder: str) -> None:
     os._exit(0)
 
 
-def serve(the_guardian: Any) -> None:
-    """Be the agent of this host, with the guardian's functions, until the input ends."""
-    global guardian  # noqa: PLW0603  # sent over as a text of its own
-    guardian = the_guardian
+def serve() -> None:
+    """Be the agent of this host until the input ends."""
     code, agent = 0, Agent()
     try:
         agent.serve()

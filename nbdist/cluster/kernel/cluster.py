@@ -17,7 +17,6 @@ from typing import Any
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
-from nbdist.cluster.agent import guardian
 from nbdist.cluster.kernel import (
     controller,
     ipp_cluster,
@@ -88,7 +87,7 @@ class Cluster:
         self._config = config
         self._machine = this_machine()  # the controller's
         self._guard = Guard(folder)
-        self.processes = Processes(folder, self._guard)
+        self.processes = Processes(self._guard)
         # Called, in a thread of its own, when another kernel has taken the ranks.
         self.on_taken: Callable[[], object] = lambda: None
         self._guard.on_taken = self._note_taken
@@ -116,7 +115,7 @@ class Cluster:
         self._set_up(folder, start["config"])
         self._connection, self._machine = start["connection"], start["machine"]
         self._keep_s = keep.keep_s
-        self._guard.keep(keep.keep_s, guardian.hold_of(str(folder)))
+        self._guard.keep(keep.keep_s)
         end_s = time.monotonic() + deadline_s
         try:
             self._run(self._reopen(world_size), end_s, "what the kernel before has left")
@@ -167,7 +166,7 @@ class Cluster:
         }
         run_dir.write_start(self.run_dir, written)
         run_dir.write_keep(self.run_dir, keep)
-        self._guard.keep(seconds, guardian.hold_of(str(self.run_dir)))
+        self._guard.keep(seconds)
 
     @property
     def is_kept(self) -> bool:

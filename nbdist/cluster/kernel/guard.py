@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbdist.cluster.agent.guardian import TAKEN, is_held_by_another, start_ticks
+from nbdist.cluster.agent.guardian import TAKEN, hold_of, is_held_by_another, start_ticks
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
 from nbdist.cluster.kernel.launchers.helper_process import HelperProcess
 
@@ -40,6 +40,8 @@ class Guard:
     """A guardian process for one run; replaced by a new one if it is killed.
 
     Attributes:
+        sessions: The processes that lead the sessions to end: pid -> start time, as a pid alone,
+            told to a later guardian, may be a stranger's.
         on_taken: Called, in a thread of its own, when another kernel has taken the run.
     """
 
@@ -47,9 +49,9 @@ class Guard:
         """Start the guardian, and give it the notes of a run that is there already."""
         self.on_taken: Callable[[], object] = lambda: None
         self._run_dir = run_dir
-        # With start times: by then a pid alone, given to a later guardian, may be a stranger's.
+        self.sessions = cluster_run_dir.pids(run_dir)
         self._orders: dict[str, Any] = {
-            "sessions": cluster_run_dir.pids(run_dir),
+            "sessions": self.sessions,
             "command": cluster_run_dir.command(run_dir),
             "keep_s": 0.0,
             "hold": "",
@@ -72,9 +74,9 @@ class Guard:
     def watch(self, pid: int) -> None:
         """End this process's session too when the kernel goes."""
         with self._lock:
-            start = start_ticks(pid) or ""
-            cluster_run_dir.note_pid(self._run_dir, pid, start)
-            self._tell(sessions={**self._orders["sessions"], pid: start})
+            self.sessions[pid] = start_ticks(pid) or ""
+            cluster_run_dir.note_pid(self._run_dir, pid, self.sessions[pid])
+            self._tell()
 
     def promise(self, command: Sequence[str]) -> None:
         """Let this command end processes elsewhere when the kernel goes; empty for no command.
@@ -85,10 +87,10 @@ class Guard:
             cluster_run_dir.note_command(self._run_dir, command)
             self._tell(command=list(command))
 
-    def keep(self, seconds: float, hold: str) -> None:
-        """Let the ranks go on this many seconds without a kernel; 0 for not. `hold` is our mark."""
+    def keep(self, seconds: float) -> None:
+        """Let the ranks of this kernel's run go on so long without it; 0 for not."""
         with self._lock:
-            self._tell(keep_s=seconds, hold=hold)
+            self._tell(keep_s=seconds, hold=hold_of(str(self._run_dir)))
 
     def leave(self) -> None:
         """Leave the ranks to the guardian, which keeps them as `keep` has set."""

@@ -15,7 +15,7 @@ import psutil
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from nbdist.cluster.agent import guardian
-from nbdist.cluster.kernel import ipp_launchers, orphans, run_dir
+from nbdist.cluster.kernel import ipp_launchers, orphans
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine
 from nbdist.cluster.kernel.launchers.agents import SILENT_S
@@ -83,8 +83,8 @@ class Processes:
 
     cluster: Any
 
-    def __init__(self, folder: Path, guard: Guard):
-        """Take the run in this folder; what starts is shown to the guard."""
+    def __init__(self, guard: Guard):
+        """Take the guard's run; what starts is shown to the guard."""
         self.exits: dict[int | None, Exit] = {}
         self.on_exit: Callable[[Exit], object] = lambda _: None
         self.replaced: frozenset[int] = frozenset()
@@ -92,12 +92,10 @@ class Processes:
         # The launcher's number -> ipyparallel's engine id; equal where the launcher says so.
         self._engine_of: dict[int, int] = {}
         self._started: dict[int, LocalProcessLauncher | AgentEngine] = {}
-        # pid -> as the guardian knows it; also of a run that there is already.
-        self._start_times = run_dir.pids(folder)
 
     def is_living(self, pid: int) -> bool:
         """Whether a process of this machine is the one that was noted under its id."""
-        return pid > 0 and host.started(pid) == self._start_times.get(pid, "")
+        return pid > 0 and host.started(pid) == self._guard.sessions.get(pid, "")
 
     @property
     def engine_set(self) -> RankSet:
@@ -132,7 +130,7 @@ class Processes:
         """Ask controller and engines of this machine to end; wait until `grace_s` is over."""
         pids = [*self.pids().values(), *filter(None, [self.controller_pid()])]
         # A start that was broken off has watched none of them yet.
-        starts = {pid: self._start_times.get(pid) or host.started(pid) or "" for pid in pids}
+        starts = {pid: self._guard.sessions.get(pid) or host.started(pid) or "" for pid in pids}
         orphans.terminate(starts, grace_s)
 
     def identify(self, pids: dict[int, int]) -> None:
@@ -168,7 +166,7 @@ class Processes:
         engine.on_stop(functools.partial(self._note_end, number))
         self._started[number] = engine
         pid = _pid_here(engine)
-        if pid not in self._start_times:
+        if pid not in self._guard.sessions:
             self.guard(pid)
 
     def watch_set(self, world_size: int) -> None:
@@ -189,7 +187,6 @@ class Processes:
     def guard(self, pid: int) -> None:
         """Let a process, which leads a session of its own, end with this run at the latest."""
         self._guard.watch(pid)
-        self._start_times[pid] = guardian.start_ticks(pid) or ""
 
     def _note_end(self, number: int | None, stop_data: dict[str, Any]) -> None:
         """An engine or the controller has ended (called in the cluster's loop)."""
@@ -246,12 +243,12 @@ class Processes:
 
     def kill_others(self) -> None:
         """End what this machine has of the run beside the engines that are watched."""
-        for pid in set(self._start_times).difference(map(_pid_here, self._started.values())):
+        for pid in set(self._guard.sessions).difference(map(_pid_here, self._started.values())):
             self._end_session(pid)
 
     def _end_session(self, pid: int) -> bool:
         """Kill a process, which may have ended, and its session; False if something lives on."""
-        _, left = guardian.end_all({pid: self._start_times[pid]}, deadline_s=END_SESSION_S)
+        _, left = guardian.end_all({pid: self._guard.sessions[pid]}, deadline_s=END_SESSION_S)
         return not left
 
     def interrupt(self, engine: int) -> bool:

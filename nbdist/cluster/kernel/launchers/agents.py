@@ -223,16 +223,14 @@ def _program(folder: str) -> bytes:
 
     With a folder it joins the connection with the agent that is there.
     """
-    call = f"relay({folder!r})" if folder else "serve(modules[0])"
+    call = f"relay({folder!r})" if folder else "serve()"
     sources = [Path(str(module.__file__)).read_text() for module in (guardian, agent)]
     text = (
         "import sys, types\n"
-        "modules = []\n"
         f"for name, source in zip(('guardian', 'agent'), {sources!r}):\n"
-        "    modules.append(types.ModuleType('nbdist_' + name))\n"
-        "    sys.modules['nbdist_' + name] = modules[-1]\n"
-        "    exec(compile(source, name + '.py', 'exec'), modules[-1].__dict__)\n"
-        f"modules[1].{call}\n"
+        "    module = sys.modules['nbdist_' + name] = types.ModuleType('nbdist_' + name)\n"
+        "    exec(compile(source, name + '.py', 'exec'), module.__dict__)\n"
+        f"module.{call}\n"
     ).encode()
     return b"%d\n%s" % (len(text), text)
 
