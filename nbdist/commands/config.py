@@ -13,6 +13,7 @@ from nbdist.config import view as config_view
 from nbdist.config.emit import FORMS, SCRIPT, Setting
 from nbdist.config.launch import Configured, configured
 from nbdist.config.report import TYPED, CheckContext
+from nbdist.config.strategy_file import read_strategy
 from nbdist.config.tree import Document
 from nbdist.core.option import Option, positive_number, rank_count
 from nbdist.core.view import View
@@ -23,6 +24,7 @@ from nbdist.notebook.verb import strategy_options as typed_options
 from nbdist.strategy.choose import StrategySpec
 from nbdist.strategy.options import read as read_options
 from nbdist.strategy.table import ROWS
+from nbdist.switch import view as strategy_view
 
 # As typed -> as torch calls it.
 DEVICES = {"gpu": "cuda", "cpu": "cpu"}
@@ -213,30 +215,56 @@ def around_of(ranks: int | None, options: Mapping[str, object]) -> CheckContext:
 
 
 def dist_config(values: Namespace) -> View:
-    """Show or write the strategy as configurations; with a file, check that."""
+    """Show or write the strategy as configurations; with a file, check or apply that."""
+    _refuse_words(values)
     if not values.file:
-        if values.beside is not None:
-            raise OptionError("%dist_config: --with needs a file to check. Name it.")
         return _show(values)
+    beside = [] if values.beside is None else [values.beside]
+    if values.is_applied:
+        return _apply(values.file[0], beside)
+    around = around_of(values.ranks, strategy_given(values))
+    return check_file(values.file[0], around, beside, values.write, is_forced=values.is_forced)
+
+
+def _refuse_words(values: Namespace) -> None:
+    """Refuse options that have no meaning with a file, or without one."""
     if len(values.file) > 1:
         raise OptionError(
             "%dist_config: name one file to check; --with names another that goes with it."
         )
-    for word in ("form", "nodes", "device", "strategy"):
-        if getattr(values, word) is not None:
-            flag = {"form": "as"}.get(word, word)
+    if not values.file and (values.beside is not None or values.is_applied):
+        word = "apply" if values.is_applied else "with"
+        raise OptionError(f"%dist_config: --{word} needs a file. Name it.")
+    flags = {"form": "as", "nodes": "nodes", "device": "device", "strategy": "strategy"}
+    for name, word in flags.items() if values.file else ():
+        if getattr(values, name) is not None:
             raise OptionError(
-                f"%dist_config: --{flag} cannot be used with a file: it is about the ranks."
+                f"%dist_config: --{word} cannot be used with a file: it is about the ranks."
             )
-    beside = [] if values.beside is None else [values.beside]
-    around = around_of(values.ranks, strategy_given(values))
-    return check_file(values.file[0], around, beside, values.write, is_forced=values.is_forced)
+    given = [values.write, values.ranks, *strategy_given(values).values()]
+    if values.is_applied and any(given):
+        raise OptionError("%dist_config: --apply takes the file as it is, for these ranks.")
+
+
+def _apply(path: str, beside: Sequence[str]) -> View:
+    """Put the file's strategy under the live models, unless the file has a mistake."""
+    session = NOTEBOOK.session
+    document = yaml_reader.load(path)
+    named = (*(yaml_reader.load(other) for other in beside), *_read_others(document, path))
+    # For as many ranks as the file says, not for the running ones.
+    report = check.check(document, CheckContext(None, others=named))
+    if report.is_bad:
+        raise OptionError(f"Nothing was changed.\n{config_view.checked(report).text}")
+    strategy = read_strategy(document, named)
+    switched = strategy_view.switch_result(session.strategy.switch_spec(strategy.spec))
+    lines = [switched.text, *config_view.left_lines(strategy)]
+    return View("\n".join(lines))
 
 
 VERBS = (
     Verb(
         "dist_config",
-        "Check a configuration of Accelerate or DeepSpeed, or show the strategy as one.",
+        "Check a configuration of Accelerate or DeepSpeed, apply it, or show the strategy as one.",
         "%dist_config ds_config.json --ranks 8 --write corrected.json",
         dist_config,
         (
@@ -256,6 +284,12 @@ VERBS = (
                 choices=FORMS,
             ),
             Option(("--force",), "replace the file if it exists", None, name="is_forced"),
+            Option(
+                ("--apply",),
+                "put the file's strategy under the live models",
+                None,
+                name="is_applied",
+            ),
             Option(
                 ("--with",),
                 "another file that goes with the one to check",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from nbdist.config.emit import FORMS, SBATCH
 from nbdist.config.launch import Configured
 from nbdist.config.report import Checked
+from nbdist.config.strategy_file import FileStrategy
 from nbdist.core.view import View, verdicts
 from nbdist.strategy.choice import described
 
@@ -65,3 +66,10 @@ def written(config: Configured, form: str, path: str) -> View:
     }
     head = f"{path}: {described(config.setting.choice)}"
     return View("\n".join([head, *config.notes, f"use it with: {uses[form]}"]))
+
+
+def left_lines(strategy: FileStrategy) -> list[str]:
+    """The keys of an applied file that its strategy here does not have, in a line."""
+    if not strategy.left:
+        return []
+    return [f"The strategy does not have these keys of the file: {', '.join(strategy.left)}"]

@@ -90,7 +90,11 @@ class Strategies:
             NbdistError: What a rank raised; what counts now, `current` says.
             Interrupted: If the user interrupted it.
         """
-        return self.switch_to(StrategySpec(name, tuple(options.items())).on(self._ranks.topology))
+        return self.switch_spec(StrategySpec(name, tuple(options.items())))
+
+    def switch_spec(self, spec: StrategySpec) -> RankSwitchReport:
+        """The same with a strategy as it was typed."""
+        return self.switch_to(spec.on(self._ranks.topology))
 
     def switch_to(self, choice: Strategy) -> RankSwitchReport:
         """The same with a choice for these ranks."""

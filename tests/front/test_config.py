@@ -330,7 +330,7 @@ _MISTAKES = {
     "%dist_config a.yaml b.yaml": "name one file to check",
     "%dist_config a.yaml --strategy ddp": "--strategy cannot be used with a file",
     "%dist_config a.yaml --bf16": "precision is read from the file",
-    "%dist_config --with b.json": "--with needs a file to check",
+    "%dist_config --with b.json": "--with needs a file",
     "%dist_config --ranks 4": "Name the strategy as well: --strategy ddp",
     "%dist_config --strategy fsdp --ranks 8 --nodes 3": "8 ranks cannot be spread evenly over 3",
     "%dist_config --strategy fdsp": "Did you mean fsdp?",
@@ -340,6 +340,8 @@ _MISTAKES = {
     "%dist_config --write nowhere/a.yaml": "There is no folder",
     "%dist_config --write a.json": "ddp is not a strategy of DeepSpeed",
     "%dist_config --strategy pp --write a.yaml": "nbdist run train.py -n 2 --strategy pp",
+    "%dist_config --apply": "--apply needs a file",
+    "%dist_config a.yaml --apply --ranks 4": "--apply takes the file as it is",
 }
 
 
@@ -379,6 +381,25 @@ def test_a_file_is_written_corrected(kernel: Kernel, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "right.json").read_text())["gradient_accumulation_steps"] == 2
     assert "--force replaces it" in again.failure.evalue
     assert "False" in good(kernel, f"import nbdist\n{call}").visible
+
+
+def test_a_files_strategy_is_put_under_the_live_model(ranks: Kernel, tmp_path: Path) -> None:
+    """What the ranks wrote comes back; a file with a mistake changes nothing."""
+    trained(ranks, "fsdp --bf16")
+    good(ranks, f"%dist_config --write {tmp_path}/fsdp.yaml --device gpu")
+    good(ranks, "%dist_strategy ddp")
+    applied = good(ranks, f"%dist_config {tmp_path}/fsdp.yaml --apply").visible
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf17\n")
+    refused = ranks.run(f"%dist_config {broken} --apply")
+    current = good(ranks, "import nbdist; print(nbdist.session().strategy.current())").text
+
+    assert applied.startswith("ddp, dp 2 -> fsdp, dp 2, --bf16 in ")
+    assert "The strategy does not have these keys of the file: fsdp_config.fsdp_" in applied
+    assert "num_processes: 2" in applied
+    assert "rdzv_backend" not in applied
+    refused.check_failure("OptionError", "Nothing was changed")
+    assert "name='fsdp'" in current
 
 
 @pytest.mark.parametrize(
