@@ -8,6 +8,7 @@ from nbdist.core.topology import RankPlace
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.prometheus import METRICS, exposition, scrape_config
 from nbdist.monitor.samples import STATES, Allocator, Doing, Sample
+from tests.support import grafana_page
 
 PLACE = RankPlace(0, 0, 0, 1, 0, 'ho"st\\1', 9, "cuda:0", "H", "8c2a", 4)
 GPU = GpuReading(
@@ -118,3 +119,30 @@ def test_the_configuration_is_yaml_that_prometheus_takes() -> None:
 
     assert job["static_configs"] == [{"targets": ["127.0.0.1:9400"]}]
     assert job["authorization"] == {"credentials_file": "/run/x/prometheus.token"}
+
+
+def test_the_board_shows_every_number_and_no_other() -> None:
+    """docs/grafana.json is made from a table, and asks for names that are served."""
+    expressions = " ".join(
+        target["expr"]
+        for panel in grafana_page.board()["panels"]
+        for target in panel.get("targets", ())
+    )
+    served = {*(metric.name for metric in METRICS), "nbdist_rank_state"}
+
+    assert {*re.findall(r"[A-Za-z_]\w+", expressions)} == served
+    assert grafana_page.PAGE.read_text() == grafana_page.page(), "tests.support.grafana_page"
+
+
+def test_no_two_panels_of_the_board_overlap() -> None:
+    """Each has its cells of Grafana's grid of 24 columns for itself."""
+    cells = [
+        (x, y)
+        for panel in grafana_page.board()["panels"]
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+
+    assert len(cells) == len({*cells})
+    assert max(x for x, _ in cells) < 24
