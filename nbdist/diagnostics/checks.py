@@ -250,7 +250,8 @@ def _locked(soft: int, *, has_gpus: bool) -> Finding:
 def variables(facts: Facts) -> Iterator[Finding]:
     """Environment variables that change what ranks do."""
     threads_per_rank = max(1, facts.cores // max(1, facts.world_size))
-    around = HostContext(facts.interfaces, facts.readings.devices, threads_per_rank)
+    readings = facts.readings
+    around = HostContext(facts.interfaces, readings.devices, threads_per_rank, readings.links)
     yield from settings(facts.environ, facts.launched, around)
 
 

@@ -28,11 +28,13 @@ class HostContext:
     Attributes:
         gpus: All of the machine.
         threads_per_rank: Cores that each rank has for itself.
+        links: Between its GPUs, as in GpuReadings.
     """
 
     interfaces: Sequence[str]
     gpus: tuple[Gpu, ...]
     threads_per_rank: int
+    links: tuple[tuple[int, int, str], ...] = ()
 
 
 # (verdict, why, what to do) of a value.
@@ -158,6 +160,16 @@ def visible_gpus(value: str, around: HostContext) -> Judged:
     return FINE
 
 
+def p2p_level(value: str, around: HostContext) -> Judged:
+    """Whether GPUs may copy directly: NVL turns nothing on, it forbids all but NVLink."""
+    level = value.strip().upper()
+    if level in {"LOC", "0"}:
+        return WARN, _NO_P2P, _REMOVE
+    if level == "NVL" and any(kind != "NV" for *_, kind in around.links):
+        return WARN, f"where NVLink does not connect them, {_NO_P2P}", _REMOVE
+    return FINE
+
+
 def debug_level(value: str, _around: HostContext) -> Judged:
     """How often torch checks collectives itself."""
     level = value.strip().upper()
@@ -204,9 +216,7 @@ RULES: Mapping[str, Judge] = {
     "NCCL_IB_DISABLE": switch("between hosts InfiniBand is not used"),
     "NCCL_NTHREADS": always(_FOR_DEBUGGING),
     "NCCL_P2P_DISABLE": switch(_NO_P2P),
-    "NCCL_P2P_LEVEL": lambda value, _: (
-        (WARN, _NO_P2P, _REMOVE) if value.strip().upper() in {"LOC", "0"} else FINE
-    ),
+    "NCCL_P2P_LEVEL": p2p_level,
     "NCCL_PROTO": always("it forces one protocol on messages of every size"),
     "NCCL_SHM_DISABLE": switch("ranks of one machine exchange through sockets, much slower"),
     "NCCL_SOCKET_IFNAME": nccl_interfaces,

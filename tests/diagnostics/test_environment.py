@@ -91,6 +91,21 @@ def test_a_value_is_judged(name: str, value: str, verdict: str, why: str) -> Non
     assert finding.found == f"{value or 'empty'} (the notebook's environment)"
 
 
+@pytest.mark.parametrize(
+    ("kinds", "verdict"), [((), OK), (("NV",), OK), (("NV", "PHB", "SYS"), WARN), (("PIX",), WARN)]
+)
+def test_nvlink_alone_is_no_help_where_gpus_are_connected_by_pcie(
+    kinds: tuple[str, ...], verdict: str
+) -> None:
+    """NCCL_P2P_LEVEL=NVL turns nothing on: it forbids direct copies over anything slower."""
+    links = tuple((0, number, kind) for number, kind in enumerate(kinds, 1))
+    around = HostContext(("eth0", "lo"), GPUS, 4, links)
+    findings = {f.name: f for f in settings({"NCCL_P2P_LEVEL": "NVL"}, {}, around)}
+
+    assert findings["NCCL_P2P_LEVEL"].verdict == verdict
+    assert ("through host memory" in findings["NCCL_P2P_LEVEL"].why) == (verdict == WARN)
+
+
 def test_advice_on_what_breaks_an_abort_is_a_clause() -> None:
     """It follows the variable and a colon, as all other advice does."""
     finding = judged({"NCCL_BLOCKING_WAIT": "1"})["NCCL_BLOCKING_WAIT"]
