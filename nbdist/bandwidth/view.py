@@ -10,8 +10,8 @@ from nbdist.bandwidth.links import LINKS, around
 from nbdist.bandwidth.results import OPS, BandwidthRow, Bench
 from nbdist.bandwidth.sizes import size_text
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.units import is_stored, shown
-from nbdist.core.view import View, figure_html, folded, lines_html, table
+from nbdist.core.units import shown, shown_lines, visible
+from nbdist.core.view import View, figure_html, folded, lines_html, measured, table
 
 _ROW = ["op", "size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "result"]
 _WIDTH_PX = 640
@@ -32,7 +32,7 @@ def bench(result: Bench, *, has_picture: bool = True) -> View:
     is_wrong = any(row.wrong for row in result.rows)
     parts = ["\n".join(head), model.text, rows.text, "\n".join(left_out), links.text]
     image = ""
-    if has_picture and result.rows and not is_stored():
+    if has_picture and result.rows:
         alt = f"Bus bandwidth against size of {', '.join(result.ops)}; the table has the numbers."
         image = figure_html(picture(result), alt)
     body = (
@@ -50,17 +50,20 @@ def _head(result: Bench) -> list[str]:
     hosts = "1 host" if result.n_hosts == 1 else f"{result.n_hosts} hosts"
     n = result.world_size
     head = [f"{n} ranks on {hosts}, {shown(result.backend)}, {shown(result.device)}"]
-    if is_stored():
-        return head
+    return head + shown_lines(_fastest(result))
+
+
+def _fastest(result: Bench) -> list[str]:
+    n = result.world_size
     if result.caveat:
-        return [*head, result.caveat]
+        return [result.caveat]
     if not result.rows:
-        return head
+        return []
     best = max(result.rows, key=lambda row: row.busbw(n))
     near = [f"{link.name} {_gb(link.bytes_per_s)}" for link in around(best.busbw(n)) if link]
     what = f"{best.op} of {size_text(best.size_bytes)}"
     beside = f"links of similar speed, one direction: {', '.join(near)}"
-    return [*head, f"highest bus bandwidth: {_gb(best.busbw(n))} GB/s, {what} ({beside})"]
+    return [f"highest bus bandwidth: {_gb(best.busbw(n))} GB/s, {what} ({beside})"]
 
 
 def _cells(row: BandwidthRow, n: int) -> list[str]:
@@ -110,14 +113,13 @@ def _model(result: Bench) -> View:
         ]
         for op, fit in fits.items()
     ]
-    if is_stored():  # whether times grow with the size is measured, too
-        rows = [[op, *[shown("")] * 3] for op in result.ops]
-    lacking = [] if is_stored() else [op for op in result.ops if op not in fits]
+    lacking = [op for op in result.ops if op not in fits]
     after = [f"no model of {', '.join(lacking)}: {_NO_MODEL}"] if lacking else []
     if not rows:
-        return View("\n".join(after), lines_html(after))
+        return measured(View("\n".join(after), lines_html(after)))
     head = ["op", "latency (us)", "bandwidth (GB/s)", "median error (%)"]
-    return table(head, rows, before=[_MODEL], after=after)
+    # Whether times grow with the size is measured, too.
+    return measured(table(head, rows, before=[_MODEL], after=after))
 
 
 _MODEL = (
@@ -130,8 +132,9 @@ _NO_MODEL = "it needs two sizes or more, large enough that the time grows with t
 def _links(result: Bench) -> View:
     rows = [[link.name, f"{link.bytes_per_s / 1e9:.2f}", link.found] for link in LINKS]
     title = "peak rates of links, one direction of one device"
-    if result.caveat or is_stored():
+    if result.caveat:
         title += " (not measured here)"
+    title = shown(title)
     return table(["link", "GB/s", "where"], rows, before=[title])
 
 
@@ -180,7 +183,7 @@ def _draw_links(axes: Any, rows: Sequence[BandwidthRow], n: int) -> None:
         line = speed
         axes.axhline(speed / 1e9, linestyle="--", linewidth=0.7, color="grey")
         axes.annotate(
-            f"{link.name} {_gb(speed)}",
+            f"{link.name} {visible(_gb(speed))}",
             (0.01, speed / 1e9),
             xycoords=("axes fraction", "data"),
             va="bottom",

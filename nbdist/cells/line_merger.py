@@ -20,6 +20,7 @@ from typing import Any
 
 from nbdist.cells import tqdm_bars
 from nbdist.core.ranks import rank_label
+from nbdist.core.units import MARK, SPAN, compared, marked, visible
 
 BEHIND_S = 1.0
 # "Erase to the end of the line" and "erase the line", with which some bars begin a redraw.
@@ -29,6 +30,8 @@ _OPENING, _CLOSING = "([{", ")]}"
 _INNER = f" \t{_CLOSING}"  # what a line within a value begins with, unless it is empty
 # Longer ones are shown line by line.
 _MOST_VALUE_LINES = 1000
+# The values of more ranks than these are shown as the first and the last.
+_MOST_VALUES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +149,22 @@ def _compact(raw: str) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """Lines; a value whose brackets stay open, and are closed in indented lines, is one of them.
+    """Lines; a value whose brackets or marks stay open, and are closed later, is one of them.
 
     Where a print begins and ends is not known: one message has those of a fifth of a second.
     """
     lines = text.split("\n")
-    if not any(bracket in text for bracket in _OPENING):
+    if not any(opening in text for opening in (*_OPENING, MARK)):
         return lines
     values = [[lines[0]]]
     depth: int | None = None  # of the last value; most lines need not be looked at for it
+    is_marked = lines[0].count(MARK) % 2 == 1
     for line in lines[1:]:
+        was_marked = is_marked
+        is_marked ^= line.count(MARK) % 2 == 1
+        if was_marked and len(values[-1]) < _MOST_VALUE_LINES:
+            values[-1].append(line)
+            continue
         if line[:1] in _INNER and "\r" not in line:
             depth = _opened(values[-1][0]) if depth is None else depth
             if depth > 0 and len(values[-1]) < _MOST_VALUE_LINES:
@@ -182,6 +191,34 @@ def label_lines(ranks: Iterable[int], text: str) -> str:
 
 def _labelled(label: str, text: str) -> str:
     return label + text.replace("\n", "\n" + " " * len(label))
+
+
+def alike(texts: Iterable[tuple[int, str]]) -> list[tuple[list[int], str]]:
+    """Ranks with a text, by the texts that compare as equal; such a text has the values of all."""
+    groups: dict[str, tuple[list[int], list[str]]] = {}
+    for rank, text in texts:
+        key = compared(text, MARK) if MARK in text else text  # `#` may be a text of the user's
+        ranks, equal = groups.setdefault(key, ([], []))
+        ranks.append(rank)
+        equal.append(text)
+    return [(ranks, _joined(equal)) for ranks, equal in groups.values()]
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """Texts that compare as equal as one: a value of each, where they differ."""
+    if len({*texts}) == 1:
+        return texts[0]
+    rows = zip(*(re.findall(SPAN, text) for text in texts), strict=True)
+    values = (marked(_all_of([visible(value) for value in row])) for row in rows)
+    return re.sub(SPAN, lambda _: next(values), texts[0])
+
+
+def _all_of(values: Sequence[str]) -> str:
+    """`2.31, 2.32`, and `2.31 ... 2.40` of many ranks."""
+    if len({*values}) == 1:
+        return values[0]
+    texts = [value.strip() for value in values]
+    return ", ".join(texts) if len(texts) <= _MOST_VALUES else f"{texts[0]} ... {texts[-1]}"
 
 
 class LineMerger:
@@ -297,21 +334,16 @@ class LineMerger:
         return group
 
     def _show(self, group: list[_RankLines]) -> Iterator[Line]:
-        ranks_by_text: dict[str, list[int]] = {}
-        texts_of_lines = set()
-        for lines in group:
-            is_bar = _first(lines).is_bar
-            [text] = _take(lines, 1)
-            ranks_by_text.setdefault(text, []).append(lines.rank)
-            if not is_bar:
-                texts_of_lines.add(text)
+        bar_ranks = {lines.rank for lines in group if _first(lines).is_bar}
+        merged = alike([(lines.rank, _take(lines, 1)[0]) for lines in group])
         self._note_caught_up(group)
         # Bars differ in their rates alone: one is enough to read.
-        bars = [text for text in ranks_by_text if text not in texts_of_lines]
-        for text in bars[1:]:
-            self.hidden_bar_ranks.update(ranks_by_text.pop(text))
-        for text, ranks in ranks_by_text.items():
-            yield Line(self.stream, label_lines(ranks, text) + "\n")
+        bars = [ranks for ranks, _ in merged if bar_ranks.issuperset(ranks)]
+        for ranks in bars[1:]:
+            self.hidden_bar_ranks.update(ranks)
+        for ranks, text in merged:
+            if ranks not in bars[1:]:
+                yield Line(self.stream, label_lines(ranks, text) + "\n")
 
     def _show_runs(self, group: list[_RankLines]) -> list[Line]:
         """Show the lines that all of the group have now at once; empty for single lines."""
@@ -376,7 +408,11 @@ def _merged(ranks: list[int], texts: list[list[str]]) -> str:
 
     Hundreds of thousands come at once, nearly always values of one line each.
     """
-    has_values = any("\n".join(lines).count("\n") >= len(lines) for lines in texts)
+    wholes = ["\n".join(lines) for lines in texts]
+    has_values = any(
+        whole.count("\n") >= len(lines) or MARK in whole
+        for whole, lines in zip(wholes, texts, strict=True)
+    )
     if all(other == texts[0] for other in texts):
         label = f"[{rank_label(ranks)}] "
         if not has_values:
@@ -394,11 +430,8 @@ def _merged(ranks: list[int], texts: list[list[str]]) -> str:
 
 def _row(ranks: Sequence[int], row: Sequence[str], labels: dict[tuple[int, ...], str]) -> str:
     """One line of each rank; `labels` keeps those that have been made."""
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, text in zip(ranks, row, strict=True):
-        ranks_by_text.setdefault(text, []).append(rank)
     lines = []
-    for text, same in ranks_by_text.items():
+    for same, text in alike(zip(ranks, row, strict=True)):
         key = tuple(same)
         if key not in labels:
             labels[key] = f"[{rank_label(same)}] "

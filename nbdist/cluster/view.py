@@ -9,7 +9,7 @@ from nbdist.cluster.status import Status
 from nbdist.core import units
 from nbdist.core.failures import ranks_are
 from nbdist.core.topology import RankPlace, Topology
-from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
+from nbdist.core.units import shown, shown_host, shown_lines
 from nbdist.core.view import View, lines_html, table
 
 
@@ -24,12 +24,10 @@ def _device(place: RankPlace) -> str:
 
 
 def _why(topology: Topology) -> list[str]:
-    if is_stored():
-        return [PLACEHOLDER]
     lines = [topology.why]
     if not topology.is_scaling:
         lines.append(f"{_sharing(topology)}: timings here say nothing about scaling.")
-    return lines
+    return shown_lines(lines)
 
 
 def _sharing(topology: Topology) -> str:
@@ -116,9 +114,9 @@ def _memory(memory_bytes: Mapping[str, int]) -> str:
     if not memory_bytes:
         return "-"
     text = f"{units.size(memory_bytes['resident'])} host"
-    if "allocated" in memory_bytes and not is_stored():
+    if "allocated" in memory_bytes:
         text += (
             f", {units.size(memory_bytes['allocated'])} GPU"
             f" ({units.size(memory_bytes['reserved'])} reserved)"
         )
-    return text
+    return shown(text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.comparison.comparison import PARTS, ComparedRow, Comparison
 from nbdist.core import units
-from nbdist.core.units import is_stored, shown
+from nbdist.core.units import shown
 from nbdist.core.view import View, figure_html, lines_html, table
 from nbdist.trace.view.image import COLOURS
 
@@ -27,15 +27,12 @@ _MOST_NAME = 28
 def comparison_result(comparison: Comparison) -> View:
     """The table, the picture and the notes of a comparison.
 
-    The text has every number. Where outputs are stored and compared there is no HTML, as for a
-    trace: the picture has measured times in it.
+    The text has every number.
     """
     rows = _table(comparison.rows)
     lines = list(_notes(comparison))
     text = "\n".join(["", *lines])
     image = _png([row for row in comparison.rows if not row.problem])
-    if is_stored():
-        return View(rows.text + text, png=image)
     body = ""
     if image:
         body = figure_html(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core.ranks import rank_label
+from nbdist.core.units import compared
 
 # A rank whose peer is gone fails too, often before the peer's own error has
 # arrived. These texts mark such followers; they are never the root cause while
@@ -77,12 +78,13 @@ def root_cause_first(failures: Iterable[RankFailure]) -> tuple[RankFailure, ...]
 def grouped(failures: Iterable[RankFailure]) -> tuple[tuple[RankFailure, tuple[int, ...]], ...]:
     """Each distinct failure with the ranks that have it, root cause first.
 
-    Two failures are the same when their tracebacks are, memory addresses and
-    colours aside. Followers may also name different ports of their peers.
+    Two failures are the same when their tracebacks are, memory addresses, marked
+    values and colours aside. Followers may also name different ports of their peers.
     """
     groups: dict[tuple[str, ...], list[RankFailure]] = {}
     for failure in root_cause_first(failures):
-        texts = [plain(failure.message), plain("\n".join(failure.traceback))]
+        texts = [failure.message, "\n".join(failure.traceback)]
+        texts = [compared(plain(text)) for text in texts]
         if failure.is_follower:
             texts = [_PORT.sub("", text) for text in texts]
         groups.setdefault((failure.name, *texts), []).append(failure)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.units import PLACEHOLDER, is_stored, one_line
+from nbdist.core.units import one_line, shown_lines
 
 OK = "ok"
 WARN = "warn"
@@ -137,10 +137,8 @@ def report(
 
     `order` says which comes first ("the largest first"), `none` what to say where there are none.
     """
-    if is_stored():
-        return [f"findings: {PLACEHOLDER}"]
     if not findings:
-        return [f"findings: none; {none}"]
+        return shown_lines([f"findings: none; {none}"])
     lines = [f"findings, {order}:"]
     for finding in findings:
         share = f", {100 * finding.share:.1f} %" if has_share else ""
@@ -149,4 +147,4 @@ def report(
         look_at = "; ".join(one_line(place, MOST_PLACE) for place in finding.places)
         look_at = look_at or next(map(str, finding.spots), "")
         lines += [f"  look at: {look_at}"] if look_at else []
-    return lines
+    return shown_lines(lines)

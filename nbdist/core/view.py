@@ -6,10 +6,10 @@ import base64
 import html
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbdist.core.finding import BAD, OK, Finding, advice, summary
-from nbdist.core.units import shown
+from nbdist.core.units import BEGIN, END, MARK, PADDING, compared, is_stored, shown, visible
 
 _NUMBER = re.compile(r"[0-9.,#]+")
 # A first column up to so wide is one of names, and stays on one line.
@@ -44,7 +44,7 @@ class View:
         bundle = {"text/plain": self.text}
         if self.html:
             bundle["text/html"] = self.html
-        if self.png:
+        if self.png and not (self.html and is_stored()):  # once is enough: the HTML has it
             bundle["image/png"] = base64.b64encode(self.png).decode("ascii")
         return bundle
 
@@ -61,18 +61,14 @@ def table(
 ) -> View:
     """A table with lines of text around it. Columns of numbers are set to the right."""
     columns = list(zip(head, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    is_number = [all(map(_NUMBER.fullmatch, column[1:])) for column in columns]
-
-    def line(cells: Sequence[str]) -> str:
-        fitted = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, is_number, strict=True)
-        )
-        return "  ".join(fitted).rstrip()
-
+    as_compared = [[*map(compared, column)] for column in columns]
+    is_number = [all(map(_NUMBER.fullmatch, column[1:])) for column in as_compared]
+    fitted = [
+        _fitted(column, is_right=right) for column, right in zip(columns, is_number, strict=True)
+    ]
+    texts = ["  ".join(cells).rstrip(f" {PADDING}") for cells in zip(*fitted, strict=True)]
     styles = [f"text-align:{'right' if right else 'left'}" for right in is_number]
-    if widths[0] <= _NAME_CHARS:  # in a wide table a browser breaks names first
+    if max(map(len, as_compared[0])) <= _NAME_CHARS:  # in a wide table a browser breaks names first
         styles[0] += ";white-space:nowrap"
 
     def row_html(tag: str, cells: Sequence[str]) -> str:
@@ -82,10 +78,20 @@ def table(
         )
         return f"<tr>{inner}</tr>"
 
-    text = "\n".join([*before, line(head), *map(line, rows), *after])
+    text = "\n".join([*before, *texts, *after])
     body = "".join(row_html("td", cells) for cells in rows)
     page = f"<table><thead>{row_html('th', head)}</thead><tbody>{body}</tbody></table>"
     return View(text, f"<div>{lines_html(before)}{page}{lines_html(after)}</div>")
+
+
+def _fitted(column: Sequence[str], *, is_right: bool) -> list[str]:
+    """The cells with blanks up to the width of the column, to the left of them or to the right."""
+    texts = [visible(cell) for cell in column]
+    width = max(map(len, texts))
+    around = PADDING if any(MARK in cell for cell in column) else ""
+    blanks = [f"{around}{' ' * (width - len(text))}{around}" for text in texts]
+    pairs = zip(blanks, column, strict=True)
+    return [f"{blank}{cell}" if is_right else f"{cell}{blank}" for blank, cell in pairs]
 
 
 def verdicts(
@@ -111,6 +117,13 @@ def verdicts(
     return View(view.text, view.html, is_bad=any(finding.verdict == BAD for finding in findings))
 
 
+def measured(view: View) -> View:
+    """The view; where outputs are stored it is one value: not even its rows are counted."""
+    if not is_stored():
+        return view
+    return replace(view, text=shown(view.text), html=drawing(view.html))
+
+
 def folded(title: str, body: str, *, is_open: bool = False) -> str:
     """HTML that a reader opens who wants to know more; the title says what is in it."""
     state = " open" if is_open else ""
@@ -124,15 +137,21 @@ def figure_html(png: bytes, alt: str) -> str:
     Code's too) it is inverted with its hues kept, and black becomes the page's own colour.
     """
     source = base64.b64encode(png).decode("ascii")
-    return (
+    return drawing(
         f'{_DARK}<img class="{_FIGURE}" alt="{html.escape(alt)}" style="max-width:100%" '
         f'src="data:image/png;base64,{source}">'
     )
 
 
+def drawing(page: str) -> str:
+    """HTML that is drawn from measured values; where outputs are stored it is not compared."""
+    return f"{BEGIN}{visible(page)}{END}" if is_stored() else page
+
+
 def lines_html(texts: Iterable[str]) -> str:
     """Each text as a line of its own."""
-    return "".join(f"<div>{html.escape(text)}</div>" for text in texts)
+    escaped = (html.escape(text).replace("\n", "<br>") for text in texts)
+    return "".join(f"<div>{text}</div>" for text in escaped)
 
 
 def lines(texts: Iterable[str]) -> View:

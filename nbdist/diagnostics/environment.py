@@ -208,7 +208,7 @@ RULES: Mapping[str, Judge] = {
     "NBDIST_GPUS": lambda _value, _around: FINE,
     "NBDIST_PRELOAD": lambda _value, _around: FINE,
     "NBDIST_RANKS": rank_count,
-    "NBDIST_TEST": switch("times, sizes and hosts are shown as #, for outputs that are stored"),
+    "NBDIST_TEST": switch("times, sizes and hosts have invisible marks, for stored outputs"),
     "NCCL_ALGO": always("it forces one algorithm on messages of every size"),
     "NCCL_BUFFSIZE": always(_FOR_DEBUGGING),
     "NCCL_DEBUG": nccl_debug,

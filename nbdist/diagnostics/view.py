@@ -9,8 +9,17 @@ from collections.abc import Iterator, Sequence
 from nbdist.cells.kept_run import KeptRun
 from nbdist.cluster.run_owner import Run
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
-from nbdist.core.view import View, folded, lines, lines_html, table, verdicts
+from nbdist.core.units import shown, shown_host, shown_lines
+from nbdist.core.view import (
+    View,
+    drawing,
+    folded,
+    lines,
+    lines_html,
+    measured,
+    table,
+    verdicts,
+)
 from nbdist.diagnostics.links import Interface
 from nbdist.diagnostics.topology import LINKS, HostLinks, LinkPicture, examine, speed
 from nbdist.strategy.choice import described
@@ -83,13 +92,11 @@ def topology(picture: LinkPicture) -> View:
     has_ranks = picture.strategy is not None
     ranks = _ranks(picture) if has_ranks else View(_HERE, lines_html([_HERE]))
     parts = [ranks, _hosts(picture), *([_axes(picture)] if picture.axes else [])]
-    if not is_stored():
-        findings = examine(picture)
-        parts += [verdicts(findings)] if findings else []
-    drawing = "" if is_stored() else _svg(picture)
+    findings = examine(picture)
+    parts += [measured(verdicts(findings) if findings else View(""))]
     return View(
-        "\n\n".join(part.text for part in parts),
-        f"<div>{drawing}{''.join(part.html for part in parts)}</div>",
+        "\n\n".join(part.text for part in parts if part.text),
+        f"<div>{drawing(_svg(picture))}{''.join(part.html for part in parts)}</div>",
         is_bad=any(part.is_bad for part in parts),
     )
 
@@ -122,9 +129,10 @@ def _hosts(picture: LinkPicture) -> View:
     for its in picture.hosts:
         ranks = f": {ranks_phrase(its.host.ranks)}" if its.host.ranks else ""
         title = f"host {shown_host(its.host.name)}{ranks}"
-        facts = [PLACEHOLDER] if is_stored() else [*_host_lines(its)]
-        text += [title, *(f"  {line}" for line in facts)]
-        body += folded(title, lines(facts).html, is_open=len(picture.hosts) <= _MOST_OPEN)
+        facts = [*_host_lines(its)]
+        text += [title, *shown_lines(f"  {line}" for line in facts)]
+        facts_html = lines(shown_lines(facts)).html
+        body += folded(title, facts_html, is_open=len(picture.hosts) <= _MOST_OPEN)
     return View("\n".join(text), body)
 
 

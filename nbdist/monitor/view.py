@@ -12,8 +12,8 @@ import numpy as np
 
 from nbdist.core import units
 from nbdist.core.finding import Finding
-from nbdist.core.units import is_stored, shown
-from nbdist.core.view import View, figure_html, table
+from nbdist.core.units import is_stored, shown, shown_lines
+from nbdist.core.view import View, drawing, figure_html, table
 from nbdist.monitor.samples import Sample, SampleHistory
 
 # More pictures than this are too small, or too many, to be read.
@@ -33,7 +33,7 @@ class _Field:
         column: Of monitor.samples.COLUMNS.
         peak: The column whose peak is told; empty for the same one. What torch itself has counted
             lies between samples too.
-        is_usual: It has a column of placeholders in stored outputs, known or not.
+        is_usual: It has a column in stored outputs, known or not.
     """
 
     title: str
@@ -85,24 +85,20 @@ def monitor(
     ]
     rows = [_row(sample, history, fields) for sample in samples]
     head = ["rank", "doing", *(field.title for field in fields), "last collective"]
-    # What stands out depends on times and rates: it is nothing to store.
     lines = [
-        f"{f.rule}: {f.found}. {f.why[:1].upper()}{f.why[1:]}. Do: {f.what}."
-        for f in ([] if is_stored() else findings)
+        f"{f.rule}: {f.found}. {f.why[:1].upper()}{f.why[1:]}. Do: {f.what}." for f in findings
     ]
     span_s = max((history.span_s(rank) for rank in history.ranks), default=0.0)
     title = (
         f"now / mean / peak of {shown(len(history))} samples over {units.seconds(span_s)}; "
         "see docs/monitor.md for what the numbers mean"
     )
-    view = table(head, rows, before=[title], after=[*lines, *notes])
-    image = b"" if is_stored() else png(samples, history)
-    if not image:
-        return view
+    view = table(head, rows, before=[title], after=[*shown_lines(lines), *notes])
+    image = png(samples, history)
     alt = (
         "Utilisation, memory, temperature and power of each rank over time; the table has numbers."
     )
-    return View(view.text, view.html + figure_html(image, alt))
+    return View(view.text, view.html + (figure_html(image, alt) if image else drawing("")))
 
 
 def _is_known(history: SampleHistory, column: str) -> bool:
@@ -122,12 +118,10 @@ def _row(sample: Sample, history: SampleHistory, fields: Sequence[_Field]) -> li
 
 
 def _cell(history: SampleHistory, rank: int, field: _Field) -> str:
-    if is_stored():
-        return shown("")
     summary = history.summary(rank, field.column)
     peak = history.summary(rank, field.peak or field.column).peak
     values = (summary.now, summary.mean, peak)
-    return " / ".join("-" if value is None else field.text(value) for value in values)
+    return shown(" / ".join("-" if value is None else field.text(value) for value in values))
 
 
 def recorded(view: View, line: str) -> View:

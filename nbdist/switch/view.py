@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.units import is_stored, shown
+from nbdist.core.units import shown
 from nbdist.core.view import View, figure_html, table
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
@@ -56,7 +56,7 @@ def current(choice: Strategy, tokens: Mapping[str, ExpertTokens] | None = None) 
         ],
         after=["", legend, more],
     )
-    images = [expert_png(of_model) for of_model in tokens.values() if not is_stored()]
+    images = [expert_png(of_model) for of_model in tokens.values()]
     figures = (figure_html(image, "Tokens by layer and expert") for image in images)
     return replace(view, html=view.html + "".join(figures), png=images[0] if images else b"")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.units import is_stored
+from nbdist.core.units import shown_lines
 from nbdist.strategy.footprint import CALLS
 from nbdist.trace import intervals, straggler
 from nbdist.trace.intervals import Integers
@@ -340,7 +340,16 @@ def _notes(trace: Trace, steps_ns: Sequence[Sequence[int]]) -> tuple[str, ...]:
         (f"Rank {rank.rank}: {rank.problem}" for rank in trace.ranks if rank.problem),
     ]
     if traces:
-        parts += [_step_notes(traces), _first_step_note(steps_ns), _communication_notes(traces)]
+        names = {
+            trace.names[name]
+            for trace in traces
+            for name in np.unique(trace.events.name[trace.events.kind == COMMUNICATION])
+        }
+        of_machine = chain(
+            _host_clock_note(traces), _first_step_note(steps_ns), _cpu_notes(traces, names)
+        )
+        parts += [_step_notes(traces), () if names else ("No collective was recorded.",)]
+        parts += [shown_lines(of_machine)]
     return tuple(chain.from_iterable(parts))
 
 
@@ -357,12 +366,15 @@ def _step_notes(traces: Sequence[RankTrace]) -> Iterator[str]:
         numbers = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
         first = min(counts.values())
         yield f"Ranks recorded different step counts ({numbers}); the first {first} are counted."
+
+
+def _host_clock_note(traces: Sequence[RankTrace]) -> Iterator[str]:
     by_host = [
         trace.rank
         for trace in traces
         if trace.steps and trace.device != "cpu" and not trace.has_device_steps
     ]
-    if by_host and not is_stored():
+    if by_host:
         yield (
             f"Steps are cut by the host's clock on {ranks_phrase(by_host)}, as the trace does not "
             "tell when the GPU came to each: a step is when its work was launched."
@@ -370,8 +382,6 @@ def _step_notes(traces: Sequence[RankTrace]) -> Iterator[str]:
 
 
 def _first_step_note(steps_ns: Sequence[Sequence[int]]) -> Iterator[str]:
-    if is_stored():
-        return  # whether it is slow depends on the machine's other work
     later_ns = [ns for each in steps_ns for ns in each[1:]]
     first_ns = max((each[0] for each in steps_ns if each), default=0)
     if later_ns and first_ns > FIRST_STEP * np.median(later_ns):
@@ -381,16 +391,9 @@ def _first_step_note(steps_ns: Sequence[Sequence[int]]) -> Iterator[str]:
         )
 
 
-def _communication_notes(traces: Sequence[RankTrace]) -> Iterator[str]:
-    names = {
-        trace.names[name]
-        for trace in traces
-        for name in np.unique(trace.events.name[trace.events.kind == COMMUNICATION])
-    }
-    on_cpu = not is_stored() and any(trace.device == "cpu" for trace in traces)
-    if not names:
-        yield "No collective was recorded."
-    if on_cpu:
-        yield "On a CPU, idle time includes Python between two operators."
-    if on_cpu and "reduce-scatter" in names:
+def _cpu_notes(traces: Sequence[RankTrace], names: Collection[str]) -> Iterator[str]:
+    if all(trace.device != "cpu" for trace in traces):
+        return
+    yield "On a CPU, idle time includes Python between two operators."
+    if "reduce-scatter" in names:
         yield "Gloo runs a reduce-scatter as an all-reduce, which sends twice the bytes shown."

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.units import is_stored, shown, size
+from nbdist.core.units import shown, size
 from nbdist.core.view import View, figure_html, folded, lines_html, table
 from nbdist.hang.text import place_text
 from nbdist.verification.differences import (
@@ -23,7 +23,7 @@ from nbdist.verification.verdict import SINGLE, Verification
 # Modules in the picture: those nearest to their tolerance, in execution order.
 _MOST_MODULES = 48
 _MOST_NAMED = 4
-_WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI, _FONT_PT = 7.5, 0.16, 1.0, 160, 6
+_WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI, _FONT_PT = 7.5, 0.16, 1.0, 110, 6
 # Of the picture's colours: powers of ten of a difference as a share of its tolerance.
 _FROM, _TO = -3.0, 3.0
 
@@ -34,19 +34,15 @@ def verification_result(verification: Verification) -> View:
     The rest is a row for each kind of tensor, how they were compared, and the picture.
     """
     lines = [*_verdict(verification), *_advices(verification), *_remarks(verification)]
-    if verification.is_right and is_stored():
-        return View("\n".join(lines))
     head = ["", "compared", "outside", "largest difference", "allowed there", "at"]
     cells = [_cells(what, rows) for what, rows in _by_what(verification.rows).items()]
-    image = b"" if is_stored() else _png(verification)
+    image = _png(verification)
     figure = figure_html(image, lines[0]) if image else ""
     rows = table(head, cells, after=list(_comparison(verification)))
     if verification.is_right:
         more = folded("what was compared, and a picture of all modules", rows.html + figure)
         return View("\n".join(lines), f"<div>{lines_html(lines)}{more}</div>")
     text = "\n".join([*lines, rows.text])
-    if is_stored():  # rounding is not the same on the next machine
-        return View(text, is_bad=True)
     html = f"<div>{lines_html(lines)}{figure}{rows.html}</div>"
     return View(text, html, is_bad=True, png=image)
 

@@ -27,6 +27,7 @@ from nbdist.bandwidth.results import (
     unfitting,
 )
 from nbdist.bandwidth.sizes import parse_sizes, size_text
+from nbdist.core.units import compared
 from nbdist.errors import OptionError
 from tests.bandwidth.test_kernel import topology
 
@@ -293,7 +294,7 @@ def test_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "reduce 1 GiB: about 3.1 s, longer than its share of the time; allow more with --seconds"
     )
     monkeypatch.setenv("NBDIST_TEST", "1")
-    assert too_long("reduce", [GIB], 3.14).startswith("reduce 1 GiB: about # s")
+    assert compared(too_long("reduce", [GIB], 3.14)).startswith("reduce 1 GiB: about # s")
 
 
 # Files

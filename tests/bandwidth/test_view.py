@@ -14,6 +14,8 @@ from matplotlib.image import imread
 
 from nbdist.bandwidth.results import OPS, BandwidthRow, Bench
 from nbdist.bandwidth.view import bench
+from nbdist.core.units import compared, visible
+from nbdist.core.view import View
 from tests.support.pages import ClosedTags, Tags
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -113,18 +115,26 @@ def test_the_picture_shows_each_operation() -> None:
         assert (np.abs(pixels - wanted).max(-1) < 0.01).sum() > 20, colour
 
 
+def as_compared(result: Bench) -> View:
+    view = bench(result)
+    return replace(view, text=compared(view.text), html=compared(view.html))
+
+
 def test_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where outputs are compared, nothing that was measured stands in them, and no picture."""
+    """Where outputs are compared, nothing that was measured counts, and no picture."""
+    usual = bench(FAST).text[:40]
     monkeypatch.setenv("NBDIST_TEST", "1")
-    view = bench(FAST)
+    view = as_compared(FAST)
     faster = replace(FAST, rows=tuple(replace(row, time_s=row.time_s / 3) for row in FAST.rows))
 
-    assert view == bench(faster)
+    assert view == as_compared(faster)
     noisy = replace(FAST, rows=tuple(replace(row, time_s=1 / row.size_bytes) for row in FAST.rows))
     assert not noisy.model.fits  # nothing grows with the size
-    assert view == bench(noisy)
+    assert view == as_compared(noisy)
     on_cpus = replace(FAST, backend="gloo", device="CPU", caveat=CAVEAT)
-    assert view == bench(on_cpus)
+    assert view == as_compared(on_cpus)
     assert re.search(r"^all_reduce +1 KiB +# +# +#  ok$", view.text, re.MULTILINE)
     assert "<img" not in view.html
-    assert view.text.startswith("8 ranks on 1 host, #, #\n")
+    assert view.text.startswith("8 ranks on 1 host, #, #\n#\n")
+    assert visible(bench(FAST).text).startswith(usual)
+    assert "<img" in bench(FAST).html

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import nbdist
 from nbdist.cells.line_merger import (
     BEHIND_S,
     Attachment,
@@ -15,6 +16,7 @@ from nbdist.cells.line_merger import (
     LineMerger,
     overwrite,
 )
+from nbdist.core import units
 
 ERASE_LINE = "\x1b[2K"
 
@@ -124,6 +126,49 @@ def test_lines_that_all_have_written_are_shown_at_once(
     assert "".join(event.text for event in events if isinstance(event, Line)) == expected
     assert {event.stream for event in events} == {"stderr"}
     assert merger.hidden_bar_ranks == hidden
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected", "as_compared"),
+    [
+        # A line at a time, and several that come at once.
+        (["loss {} of 3\n"], "[0-1] loss 2.30, 2.31 of 3\n", "[0-1] loss # of 3\n"),
+        (["a {}\n{} b\nc\n"], "[0-1] a 2.30, 2.31\n[0-1] 2.30, 2.31 b\n[0-1] c\n",
+         "[0-1] a #\n[0-1] # b\n[0-1] c\n"),
+        # What is claimed is compared: whether a value is there, and where.
+        (["{} a\n", "a {}\n"], "[0] 2.30 a\n[1] a 2.31\n", "[0] # a\n[1] a #\n"),
+        (["{}\n", "\n"], "[0] 2.30\n[1] \n", "[0] #\n[1] \n"),
+    ],
+)  # fmt: skip
+def test_lines_that_differ_in_what_is_not_compared_are_one(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[str], expected: str, as_compared: str
+) -> None:
+    """With the value of each rank."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    merger = LineMerger("stdout", range(2), is_patient=True)
+    for rank in range(2):
+        value = nbdist.shown(f"2.3{rank}")
+        merger.feed(rank, pieces[min(rank, len(pieces) - 1)].replace("{}", value), 0)
+    text = ended(merger, range(2))
+
+    assert units.visible(text) == expected
+    assert units.compared(text) == as_compared
+
+
+def test_a_value_of_several_lines_that_is_not_compared_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever number of lines it has, and in whatever pieces it comes."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    merger = LineMerger("stdout", range(2), is_patient=True)
+    text = f"so:\n{nbdist.shown('def f():' + chr(10) + '    pass')}\n"
+    for piece in (text[:12], text[12:], "end\n"):
+        merger.feed(0, piece, 0)
+    merger.feed(1, f"so:\n{nbdist.shown('x')}\nend\n", 0)
+    text = ended(merger, range(2))
+
+    assert units.compared(text) == "[0-1] so:\n[0-1] #\n[0-1] end\n"
+    assert "def f():" in text
 
 
 def test_a_rank_that_ends_early_is_not_waited_for() -> None:

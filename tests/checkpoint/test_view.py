@@ -6,6 +6,7 @@ import pytest
 
 from nbdist.checkpoint import view as checkpoint_view
 from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
+from nbdist.core.units import compared
 from nbdist.strategy.choose import choose
 
 FSDP, DDP = choose("fsdp", {}, 4), choose("ddp", {}, 2)
@@ -28,7 +29,7 @@ def test_numbers_of_a_machine_are_left_out_where_outputs_are_stored(
     """Steps, files and ranks stay: they are equal everywhere."""
     monkeypatch.setenv("NBDIST_TEST", "1")
 
-    assert checkpoint_view.saved_view(SAVED).text.splitlines()[0] == (
+    assert compared(checkpoint_view.saved_view(SAVED).text).splitlines()[0] == (
         "one saved at step 100: # in # s (#/s), 7 files of 4 ranks"
     )
 

@@ -1,6 +1,7 @@
 """What nbdist adds to ipyparallel's own launchers: settings, words of commands, and their ends."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,7 +275,7 @@ def test_the_notes_name_the_file_and_what_the_profile_cannot_do() -> None:
     with_note = Config({"Nbdist": {"note": "Untried."}})
     file = profiles.shipped_profiles()["mpi"] / profiles.CONFIG_FILE
 
-    assert profiles.place("mpi") == f"Profile mpi: {file}"
+    assert profiles.place("mpi") == f"Profile mpi: {os.path.relpath(file)}"
     assert ipp_launchers.notes(Config(), MPIEngineSetLauncher) == [ipp_launchers.ENDS_ALL, ""]
     assert ipp_launchers.notes(with_note, PBSEngineSetLauncher) == ["", "Untried."]
 

@@ -7,6 +7,7 @@ import pytest
 
 from nbdist.comparison.comparison import ComparedRow, Comparison, HeldMemory
 from nbdist.comparison.view import comparison_result, partial_result
+from nbdist.core.units import compared
 
 DDP = ComparedRow(
     "ddp", "", "ddp, dp 2", 2, 20_000_000, True, (0.5, 0.2, 0.0, 0.1, 0.2), 0.25, 4_000_000,
@@ -62,16 +63,19 @@ def test_names_are_no_formulas_and_no_markup() -> None:
     assert "ddp $x^ <b>" in view.text
 
 
-def test_stored_outputs_have_no_measured_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no HTML, whose picture has them."""
+def test_no_measured_number_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the picture."""
     monkeypatch.setenv("NBDIST_TEST", "1")
     view = comparison_result(Comparison((DDP, TP), "ddp, dp 2", ("model",)))
 
-    assert view.html == ""
-    assert view.text.splitlines()[1].split() == ["ddp", *"#" * 12, "2"]
+    assert "<img" in view.html
+    assert "<img" not in compared(view.html)
+    assert set(view._repr_mimebundle_()) == {"text/plain", "text/html"}
+    assert compared(view.text).splitlines()[1].split() == ["ddp", *"#" * 12, "2"]
     on_gpus = (replace(DDP, is_device=True), replace(TP, is_device=True))
     other = comparison_result(Comparison(on_gpus, "ddp, dp 2", ("model",)))
-    assert view.text == other.text
+    assert compared(view.text) == compared(other.text)
+    assert compared(view.html) == compared(other.html)
 
 
 def test_all_refused_and_broken_off() -> None:

@@ -11,7 +11,7 @@ from nbdist.cluster import shm
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
 from nbdist.core import units, versions
 from nbdist.core.topology import check_ranks_torch
-from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
+from nbdist.core.units import MARK, compared, is_stored, shown, shown_host
 from nbdist.errors import StartError
 
 MIB = 1024 * 1024
@@ -23,12 +23,12 @@ MIB = 1024 * 1024
 @pytest.mark.parametrize(
     ("value", "texts"),
     [
-        ("1", [PLACEHOLDER] * 3),
+        ("1", [f"{MARK}{text}{MARK}" for text in ("12", "vm", "None")]),
         *((value, ["12", "vm", "None"]) for value in ("", "0", "true", None)),
     ],
 )
 def test_shown(monkeypatch: pytest.MonkeyPatch, value: str | None, texts: list[str]) -> None:
-    """A value is its text, or the placeholder; only NBDIST_TEST=1 turns placeholders on."""
+    """A value is its text; with NBDIST_TEST=1 alone it has marks."""
     if value is not None:
         monkeypatch.setenv("NBDIST_TEST", value)
 
@@ -42,7 +42,7 @@ def test_pretended_hosts_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("nbdist.core.units._made_up_hosts", set())
     PretendedHostSetLauncher(profile_dir=".").command("a")
 
-    assert [shown_host("a"), shown_host("vm")] == ["a", PLACEHOLDER]
+    assert [*map(compared, [shown_host("a"), shown_host("vm")])] == ["a", "#"]
 
 
 # Units
@@ -62,13 +62,13 @@ def test_pretended_hosts_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_size(monkeypatch: pytest.MonkeyPatch, value_bytes: float, expected: str) -> None:
-    """Decimal, with one digit; where outputs are stored not even the unit, which may differ."""
+    """Decimal, with one digit; not even the unit, which may differ, is compared."""
     assert units.size(value_bytes) == expected
 
     monkeypatch.setenv("NBDIST_TEST", "1")
-    assert units.size(value_bytes) == "#"
+    assert compared(units.size(value_bytes)) == "#"
     assert units.exact_size(value_bytes) == expected
-    assert units.seconds(value_bytes) == "# s"
+    assert compared(units.seconds(value_bytes)) == "# s"
 
 
 # Versions

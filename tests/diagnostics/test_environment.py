@@ -44,7 +44,7 @@ def judged(
         ("NBDIST_PRELOAD", "0", OK, ""),
         ("NBDIST_RANKS", "4", OK, ""),
         ("NBDIST_RANKS", "0", BAD, "not a number of ranks"),
-        ("NBDIST_TEST", "1", WARN, "#"),
+        ("NBDIST_TEST", "1", WARN, "invisible marks"),
         ("NCCL_ALGO", "Ring", WARN, "one algorithm"),
         ("NCCL_BLOCKING_WAIT", "1", WARN, "cannot be aborted safely"),
         ("NCCL_BUFFSIZE", "4194304", WARN, "by itself"),

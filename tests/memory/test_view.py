@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from nbdist.core.units import compared
 from nbdist.memory.call_site import frame_text
 from nbdist.memory.peak import peaks
 from nbdist.memory.snapshot import (
@@ -286,15 +287,19 @@ def test_only_what_is_equal_everywhere_is_shown_where_outputs_are_stored(
         replace(peak, reserved_bytes=2 * MB, reserved_peak_bytes=3 * MB, limit_bytes=80 * MB)
         for peak in peaks(snapshot)
     ]
-    assert memory_report(snapshot, on_gpus, []).text == first.text
+    assert compared(memory_report(snapshot, on_gpus, []).text) == compared(first.text)
 
-    assert first.text == other.text
-    assert "memory of ranks 0-1, ddp, dp 2, 4 steps, #" in first.text
-    assert ["parameters", "#", "#", "#", "#", "72.0 MB"] in rows(first.text)
-    assert ["optimizer state", "#", "#", "#", "#", "144.0 MB"] in rows(first.text)
-    assert ["activations", "#", "#", "#", "#", "#"] in rows(first.text)
-    assert first.html == ""
-    assert set(first._repr_mimebundle_()) == {"text/plain", "image/png"}
+    assert first.text != other.text
+    text = compared(first.text)
+    assert text == compared(other.text)
+    assert compared(first.html) == compared(other.html)
+    assert "memory of ranks 0-1, ddp, dp 2, 4 steps, #" in text
+    assert ["parameters", "#", "#", "#", "#", "72.0 MB"] in rows(text)
+    assert ["optimizer state", "#", "#", "#", "#", "144.0 MB"] in rows(text)
+    assert ["activations", "#", "#", "#", "#", "#"] in rows(text)
+    assert "<iframe" not in first.html
+    assert "<img" not in compared(first.html)
+    assert set(first._repr_mimebundle_()) == {"text/plain", "text/html"}
 
 
 def pixels_of(snapshot: Snapshot) -> np.ndarray:

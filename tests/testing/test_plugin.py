@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.core.units import MARK, PADDING
 from nbdist.testing import notebooks
 from tests.support import lab, processes
 
@@ -16,8 +17,17 @@ pytestmark = pytest.mark.slow
 
 pytest_plugins = ["pytester"]
 
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 # What the plugin's own module brings along: `nbdist` itself, which loads next to nothing.
-_LOADED = {"", ".core", ".core.units", ".core.versions", ".errors", ".testing", ".testing.plugin"}
+_LOADED = {
+    "",
+    ".core",
+    ".core.units",
+    ".core.versions",
+    ".errors",
+    ".testing",
+    ".testing.plugin",
+}
 
 
 def write(path: Path, *cells: tuple[str, str]) -> None:
@@ -167,3 +177,53 @@ def test_on_two_ranks_each_failure_is_told_and_nothing_is_left(
     assert "OptionError" in text
     assert "left by" not in text  # the guardian had ended all in time
     assert processes.wait_gone(pids, 0.0) == []
+
+
+VALUES = {
+    "another value": ("import nbdist\nprint('loss', nbdist.shown(2.5), 'ok')", "loss {2.25} ok\n"),
+    "a longer one": ("print(f'{nbdist.shown(2.5):>9}|')", "{    12.25}|\n"),
+    "the same table": (
+        "from nbdist.core.view import table\nprint(table('ab', [[nbdist.shown(1), 'x']]).text)",
+        "[   ]a  b\n{1234}  x\n",
+    ),
+    "another claim": ("print('loss', nbdist.shown(2.5), 'ok')", "loss {2.5} wrong\n"),
+    "no value": ("print('loss')", "loss {2.5}\n"),
+    "on another line": ("print('loss')\nprint(nbdist.shown(2.5))", "loss {2.5}\n"),
+    "a number that is compared": ("print('loss 2.5', nbdist.shown(1))", "loss 2.25 {1}\n"),
+}
+
+
+@pytest.mark.parametrize("options", [["--nbdist"], ["--nbval"]])
+def test_values_are_not_compared_and_all_else_is(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """With plain nbval too, which is handed the file; a difference is told without marks."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    stored = str.maketrans({"{": MARK, "}": MARK, "[": PADDING, "]": PADDING})
+    cells = [(source, printed.translate(stored)) for source, printed in VALUES.values()]
+    write(pytester.path / "some.ipynb", *cells)
+    settings = [] if options == ["--nbdist"] else ["--nbval-sanitize-with", str(notebooks.SANITIZE)]
+
+    result = pytester.runpytest_subprocess(*options, *settings, "-rA")
+    text = result.stdout.str()
+
+    cells_of = {
+        outcome: re.findall(rf"^{outcome} \S+::Cell (\d)", text, re.MULTILINE)
+        for outcome in ("PASSED", "FAILED")
+    }
+    assert cells_of == {"PASSED": [*"012"], "FAILED": [*"3456"]}, text
+    if options == ["--nbdist"]:
+        assert "  expected: loss # wrong\n  got:      loss # ok\n" in text
+    assert not {MARK, PADDING} & {*text}
+
+
+def test_stored_outputs_have_values() -> None:
+    """No stored notebook of nbdist's has a placeholder where a reader looks for a number."""
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        assert path.stat().st_size < 1_000_000, path
+        cells = json.loads(path.read_text())["cells"]
+        outputs = [output for cell in cells for output in cell.get("outputs", ())]
+        texts = ["".join(o.get("text", o.get("data", {}).get("text/plain", ""))) for o in outputs]
+        assert [
+            text for text in texts if re.search(r"(?<!\S)#(?= s\b|  |$)", text, re.MULTILINE)
+        ] == [], path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from IPython.paths import get_ipython_dir
@@ -42,7 +43,8 @@ def available() -> dict[str, Path]:
 
 def place(name: str) -> str:
     """Line with the path of a profile's file, for the user who starts ranks by it."""
-    return f"Profile {name}: {shown(available()[name] / CONFIG_FILE)}"
+    path = str(available()[name] / CONFIG_FILE)
+    return f"Profile {name}: {shown(min(path, os.path.relpath(path), key=len))}"
 
 
 def load(name: str) -> Config:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from nbdist.core import finding, units
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding
-from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
-from nbdist.core.view import View, folded, lines, table
+from nbdist.core.units import is_stored, one_line, shown, shown_lines
+from nbdist.core.view import View, figure_html, folded, lines, measured, table
 from nbdist.memory.call_site import frame_text
 from nbdist.memory.downsample import Level
 from nbdist.memory.peak import RankPeak, when, worst
@@ -42,12 +42,12 @@ def memory_report(
 
     The text has every number. The HTML has the picture above the same numbers and asks nothing of
     the network; the whole stays below 2 MB for any snapshot. Where outputs are stored and compared
-    there is no HTML, and of the numbers only those that are equal on every machine.
+    there is a picture without scripts, and only bytes that are equal on every machine are compared.
     """
     # Which rank needs most differs from run to run where they need about the same.
     most = peaks[0] if peaks and is_stored() else worst(peaks)
     parts = [
-        lines(_head(snapshot, most)),
+        lines(_head(snapshot, worst(peaks))),
         lines(
             finding.report(findings, order="the largest first", none="no rule found memory to save")
         ),
@@ -55,16 +55,22 @@ def memory_report(
         *([] if most is None else _of(snapshot, most)),
         lines(_notes(snapshot, peaks)),
     ]
-    image, live = png(snapshot, peaks), ""
-    if not is_stored():
+    image = png(snapshot, peaks)
+    alt = f"Memory over time: {next(_head(snapshot, None))}. The numbers stand below it."
+    if is_stored():
+        picture = figure_html(image, alt)
+    else:
         room = min(MOST_BYTES, _ROOM - 8 * len(image) // 3)
         level, data = pack_page(snapshot, peaks, room)
         parts.append(lines(_left_out(snapshot, level)))
-        below = "".join(part.html for part in parts if part.text)
-        alt = f"Memory over time: {next(_head(snapshot, None))}. The numbers stand below it."
         page = Live(SCRIPTS, "memory of each rank over time", data)
-        live = over(image, alt, page, height_px(snapshot)) + _SIZE.sub(r"\1&nbsp;\2", below)
-    return View("\n\n".join(part.text for part in parts if part.text), live, png=image)
+        picture = over(image, alt, page, height_px(snapshot))
+    below = "".join(part.html for part in parts if part.text)
+    return View(
+        "\n\n".join(part.text for part in parts if part.text),
+        picture + _SIZE.sub(r"\1&nbsp;\2", below),
+        png=image,
+    )
 
 
 def _head(snapshot: Snapshot, most: RankPeak | None) -> Iterator[str]:
@@ -89,9 +95,7 @@ def _head(snapshot: Snapshot, most: RankPeak | None) -> Iterator[str]:
 def _most(most: RankPeak, n_ranks: int) -> str:
     """Which rank needs most, when, and what is left."""
     who = f"rank {shown(most.rank)} has" + (" the most in use" if n_ranks > 1 else " in use")
-    if is_stored():
-        return f"{who}: {PLACEHOLDER}"
-    text = f"{who}: {units.size(most.size_bytes)}"
+    text = units.size(most.size_bytes)
     if most.phase:
         text += f", {units.duration(most.time_ns)} after the start, in {when(most)}"
     if most.reserved_peak_bytes:
@@ -99,7 +103,7 @@ def _most(most: RankPeak, n_ranks: int) -> str:
     if most.limit_bytes:
         headroom = units.size(max(0, most.headroom_bytes))
         text += f"; {headroom} of {units.size(most.limit_bytes)} left"
-    return text
+    return f"{who}: {shown(text)}"
 
 
 def _ranks(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> View:
@@ -107,8 +111,8 @@ def _ranks(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> View:
     if not peaks:
         return View("")
     has_time = any(rank.duration_ns for rank in snapshot.ranks)
-    has_held = not is_stored() and any(peak.reserved_peak_bytes for peak in peaks)
-    there = [at for at in ORDER if is_stored() or any(peak.parts[at].total for peak in peaks)]
+    has_held = any(peak.reserved_peak_bytes for peak in peaks)
+    there = [at for at in ORDER if any(peak.parts[at].total for peak in peaks)]
     head = ["rank", "peak" if has_time else "in use", *(["in"] if has_time else [])]
     head += [*(CATEGORIES[at] for at in there), "guessed"]
     head += ["reserved", "unused", "left"] if has_held else []
@@ -128,7 +132,8 @@ def _ranks(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> View:
             "reserved: most held by the allocator; unused: held at the peak, but in no block; "
             "left: up to the device's limit"
         )
-    return table(head, rows, after=legend)
+    # A GPU has an allocator of its own, and which categories there are differs from run to run.
+    return measured(table(head, rows, after=legend))
 
 
 def _allocator_cells(peak: RankPeak) -> list[str]:
@@ -156,8 +161,7 @@ def _categories(peak: RankPeak, *, has_time: bool) -> View:
             continue
         share = shown(f"{100 * part.total / max(1, peak.size_bytes):.1f}")
         row = [CATEGORIES[place], units.size(part.total), share, units.size(part.guessed)]
-        is_equal = not is_stored() or place in _EQUAL
-        exact = units.exact_size(at_end.exact) if is_equal else PLACEHOLDER
+        exact = (units.exact_size if place in _EQUAL else units.size)(at_end.exact)
         rows.append([*row, *([units.size(at_end.total), exact] if has_time else [])])
     title = f"rank {peak.rank}, by category"
     sizes = (units.size(peak.size_bytes), units.size(peak.end_bytes))
@@ -182,10 +186,8 @@ def _sites(peak: RankPeak, who: str) -> View:
     ]
     if not rows:
         return View("")
-    if is_stored():
-        rows = [[PLACEHOLDER] * len(head)]
     legend = "?: guessed category; -: no known line (allocated before the recording)"
-    return _folded(f"{who}, by allocating line", table(head, rows, after=[legend]))
+    return _folded(f"{who}, by allocating line", measured(table(head, rows, after=[legend])))
 
 
 def _owners(peak: RankPeak, who: str) -> View:
@@ -202,9 +204,7 @@ def _owners(peak: RankPeak, who: str) -> View:
     ]
     if not rows:
         return View("")
-    if is_stored():
-        rows = [[PLACEHOLDER] * len(head)]
-    return _folded(f"{who}, by owner", table(head, rows))
+    return _folded(f"{who}, by owner", measured(table(head, rows)))
 
 
 def _folded(title: str, rows: View) -> View:
@@ -216,9 +216,7 @@ def _notes(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> Iterator[str]:
     """Notes on missing data, on failures, and on places where two counts differ."""
     for rank in snapshot.ranks:
         yield from _of_rank(rank)
-    if not is_stored():
-        for peak in peaks:
-            yield from _counts(peak)
+    yield from shown_lines(line for peak in peaks for line in _counts(peak))
     yield from (one_line(note, 400) for note in snapshot.notes)
 
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from nbdist.core import units
-from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
-from nbdist.core.view import View, table
+from nbdist.core.units import shown, shown_host, visible
+from nbdist.core.view import View, drawing, table
 from nbdist.panel.state import (
     OLD_S,
     SIGNS,
@@ -183,24 +183,25 @@ def _progress_html(bar: str) -> str:
 def _row_html(row: RankRow) -> str:
     sign, color = SIGNS[row.kind]
     rank, host, device, state, memory, use = map(html.escape, _cells(row))
-    used, _, limit = memory.partition(" of ")
-    title = f' title="{memory}"' if limit else ""
+    used, _, limit = visible(memory).partition(" of ")
+    title = f' title="{visible(memory)}"' if limit else ""
+    memory_cell = f'<td class="np-num"{title}>{_bar(row.share)}{used}</td>'
     sign = f'<span class="np-sign" style="color:{color}" aria-hidden="true">{sign}</span>'
     return (
         f'<tr data-rank="{rank}" data-kind="{row.kind}"><td class="np-num">{rank}</td>'
         f"<td>{host}</td><td>{device}</td>"
         f'<td class="np-wide">{sign}{state}</td>'
-        f'<td class="np-num"{title}>{_bar(row.share)}{used}</td>'
+        f"{drawing(memory_cell)}"
         f'<td class="np-num">{_bar(row.utilisation)}{use}</td></tr>'
     )
 
 
 def _bar(share: float | None) -> str:
-    if share is None or is_stored():
-        return ""
+    if share is None:
+        return drawing("")
     full = ' class="np-full"' if share > 0.9 else ""
     inner = f'<i{full} style="width:{min(1.0, share):.0%}"></i>'
-    return f'<span class="np-bar" aria-hidden="true">{inner}</span>'
+    return drawing(f'<span class="np-bar" aria-hidden="true">{inner}</span>')
 
 
 def _cells(row: RankRow) -> list[str]:
@@ -234,6 +235,6 @@ def _log_lines(log: Sequence[LogEntry]) -> list[str]:
     for entry in log:
         clock = shown(time.strftime("%H:%M:%S", time.localtime(entry.at_s)))
         # Measured times stand in parentheses behind a job.
-        text = re.sub(r"\d+(\.\d+)? s\b", f"{PLACEHOLDER} s", entry.text)
-        lines.append(f"{clock} {text if is_stored() else entry.text}")
+        text = re.sub(r"\d+(\.\d+)?(?= s\b)", lambda time_s: shown(time_s[0]), entry.text)
+        lines.append(f"{clock} {text}")
     return lines

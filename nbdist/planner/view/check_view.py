@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from nbdist.core.units import is_stored, shown
+from nbdist.core.units import shown, shown_lines
 from nbdist.core.view import View, lines_html, table
 from nbdist.planner.check import Check, MeasuredMemory, StepCheck
 from nbdist.planner.live_model import described
@@ -47,8 +47,8 @@ def shown_check(step: StepCheck) -> PlanCheckView:
     by = "the GPU's allocator" if measured.is_device else "torch's profiler, of the CPU's allocator"
     what = f"Predicted by {memory.engine}, measured by {shown(by)}."
     after = [f"MB = 10^6 bytes, on the rank that needed most. {what}"]
-    if not measured.is_device and _COPIED.search(strategy) and not is_stored():
-        after.append(GLOO)
+    if _COPIED.search(strategy):
+        after += shown_lines([] if measured.is_device else [GLOO])
     if not measured.has_optimizer:
         after.append("No variable holds an optimizer of the model, so no optimizer step was run.")
     if memory.is_partial:

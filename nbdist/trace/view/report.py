@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from nbdist.core import finding, units
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding
-from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
-from nbdist.core.view import View, lines, table
+from nbdist.core.units import is_stored, one_line, shown
+from nbdist.core.view import View, figure_html, lines, measured, table
 from nbdist.recording.view.iframe import Live, over
 from nbdist.trace.breakdown import TimeBreakdown
 from nbdist.trace.downsample import Items, TraceRows, layout_rows
@@ -28,7 +28,7 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding
 
     The text has every number. The HTML has the timeline above the same numbers and asks nothing
     of the network; the whole stays below 2 MB for any trace. Where outputs are stored and
-    compared there is no HTML, which has the measured times in it.
+    compared the timeline is a picture without scripts.
     """
     events = layout_rows(trace, MOST_ROWS)
     items, data = pack_timeline(trace, events, findings)
@@ -50,13 +50,15 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding
     ]
     shown_parts = [part for part in parts if part.text]
     image = png(trace, events)
-    picture = ""
-    if not is_stored():
-        alt = f"Timeline: {_head(trace, shares)}. The numbers are below it."
-        height = height_px(len(trace.ranks), len(events.rows))
-        live = Live(("trace/view/timeline.js",), "timeline of the trace", data)
-        picture = over(image, alt, live, height) + "".join(part.html for part in shown_parts)
-    return View("\n\n".join(part.text for part in shown_parts), picture, png=image)
+    alt = f"Timeline: {_head(trace, shares)}. The numbers are below it."
+    live = Live(("trace/view/timeline.js",), "timeline of the trace", data)
+    height = height_px(len(trace.ranks), len(events.rows))
+    picture = figure_html(image, alt) if is_stored() else over(image, alt, live, height)
+    return View(
+        "\n\n".join(part.text for part in shown_parts),
+        picture + "".join(part.html for part in shown_parts),
+        png=image,
+    )
 
 
 def _head(trace: Trace, shares: TimeBreakdown) -> str:
@@ -104,13 +106,13 @@ def _slowest(shares: TimeBreakdown) -> list[str]:
     """Which rank the others wait for, and what that costs."""
     unit = "a step" if shares.step_ns else "the cell"
     slowest = shares.slowest
-    if is_stored():
-        return [f"slowest rank: {PLACEHOLDER}"] if len(shares.ranks) > 1 else []
+    if len(shares.ranks) < 2:
+        return []
     if slowest is None:
-        return ["slowest rank: none (no rank waits for another)"] if len(shares.ranks) > 1 else []
+        return [f"slowest rank: {shown('none (no rank waits for another)')}"]
     gain = f"{unit} would be {_percent(slowest.share)} % faster ({units.duration(slowest.cost_ns)})"
     doubt = f"; {slowest.doubt}" if slowest.doubt else ""
-    return [f"slowest rank: {slowest.rank}; without it {gain}{doubt}"]
+    return [f"slowest rank: {shown(f'{slowest.rank}; without it {gain}{doubt}')}"]
 
 
 def _operations(shares: TimeBreakdown) -> View:
@@ -128,9 +130,8 @@ def _operations(shares: TimeBreakdown) -> View:
     ]
     if not rows:
         return View("")
-    if is_stored():
-        rows = [[PLACEHOLDER] * len(head)]
-    return table(head, rows, before=["most expensive operations on all ranks, by self time:"])
+    before = ["most expensive operations on all ranks, by self time:"]
+    return measured(table(head, rows, before=before))
 
 
 def _traffic(shares: TimeBreakdown) -> View:
