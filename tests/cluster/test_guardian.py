@@ -92,16 +92,6 @@ def test_it_ends_sessions_and_marked_processes_and_no_stranger(
     assert not run_dir.parent.exists()
 
 
-def test_another_run_keeps_the_base_folder(started: Started, run_dir: Path) -> None:
-    """The folder of all runs stays while another run is in it."""
-    other = run_dir.parent / "run-y"
-    other.mkdir()
-    Guard(run_dir).close()
-
-    assert not run_dir.exists()
-    assert other.is_dir()
-
-
 def test_a_stranger_that_got_the_pid_again_is_spared(started: Started) -> None:
     """A leader that did not start when the told one did is somebody else, with its session."""
     process = started()
