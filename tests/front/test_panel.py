@@ -9,9 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbconvert import HTMLExporter
 
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
@@ -519,6 +517,9 @@ def test_in_a_terminal_it_is_text() -> None:
 
 def test_a_page_made_of_it_shows_the_picture(panel: Kernel) -> None:
     """nbconvert's, of what a notebook stores; nothing in it hides the picture there."""
+    import nbformat  # each worker collects this file, and one needs these three seconds
+    from nbconvert import HTMLExporter
+
     outputs = panel.run("%dist_panel").outputs
     cell = nbformat.v4.new_code_cell(
         "%dist_panel", outputs=[nbformat.from_dict(output) for output in outputs]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nbdist.core.units import MARK, PADDING
-from nbdist.testing import notebooks
 from tests.support import lab, processes
 
 pytestmark = pytest.mark.slow
@@ -18,6 +17,7 @@ pytestmark = pytest.mark.slow
 pytest_plugins = ["pytester"]
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+SANITIZE = Path(__file__).parents[2] / "nbdist" / "nbval_sanitize.cfg"
 # What the plugin's own module brings along: `nbdist` itself, which loads next to nothing.
 _LOADED = {
     "",
@@ -82,6 +82,8 @@ def test_what_is_missing_is_said_in_one_line(
 
 def test_nbvals_options_are_set_and_typed_ones_win() -> None:
     """Time limits and this environment's kernel, unless another was named."""
+    from nbdist.testing import notebooks  # it imports nbval, which takes two seconds
+
     plain = notebooks.nbval_options(Namespace(nbval_lax=False, nbval_kernel_name=None))
     other = notebooks.nbval_options(Namespace(nbval_lax=True, nbval_kernel_name="own"))
 
@@ -202,7 +204,7 @@ def test_values_are_not_compared_and_all_else_is(
     stored = str.maketrans({"{": MARK, "}": MARK, "[": PADDING, "]": PADDING})
     cells = [(source, printed.translate(stored)) for source, printed in VALUES.values()]
     write(pytester.path / "some.ipynb", *cells)
-    settings = [] if options == ["--nbdist"] else ["--nbval-sanitize-with", str(notebooks.SANITIZE)]
+    settings = [] if options == ["--nbdist"] else ["--nbval-sanitize-with", str(SANITIZE)]
 
     result = pytester.runpytest_subprocess(*options, *settings, "-rA")
     text = result.stdout.str()
