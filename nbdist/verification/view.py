@@ -75,10 +75,9 @@ def _verdict(verification: Verification) -> Iterator[str]:
     module = verification.place.module or "the model itself"
     where = place_text(verification.place.line)
     yield f"  where: {module}{around and ', '}{around.strip()}{f', {where}' if where else ''}"
-    yield shown(
-        f"  by how much: {_percent(first.relative)} of its size, {_percent(first.allowed)} is "
-        f"allowed, on {ranks_phrase(first.outside)}"
-    )
+    error, allowed = shown(_percent(first.relative)), shown(_percent(first.allowed))
+    ranks = shown(ranks_phrase(first.outside))
+    yield f"  by how much: {error} of its size, {allowed} is allowed, on {ranks}"
     yield f"  looks like: {verification.kind}"
 
 
