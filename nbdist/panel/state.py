@@ -135,6 +135,7 @@ class PanelState:
         waits: Who waits for whom, a line for each cause.
         strategy: The one that counts, described.
         models: What is prepared: `model: 12.6 million parameters`.
+        batch: The effective batch, or "" before a loop over a prepared loader.
         cell: What the notebook runs: `cell [4]`, or "".
         bar: The progress bar that the running cell draws, with its rank, or "".
         doing: How far something is that takes long, a switch or a recording, or "".
@@ -151,6 +152,7 @@ class PanelState:
     waits: tuple[str, ...] = ()
     strategy: str = ""
     models: tuple[str, ...] = ()
+    batch: str = ""
     cell: str = ""
     bar: str = ""
     doing: str = ""

@@ -166,6 +166,14 @@ def model_text(model: PreparedModel) -> str:
     return f"{model.name}: {n:,} parameters"
 
 
+def batch_text(choice: Strategy, samples: int) -> str:
+    """`effective batch 32: 8 samples x dp 2 x 2 accumulated`; samples are of a rank's batch."""
+    times = choice.options.accumulate
+    accumulated = f" x {times} accumulated" if times > 1 else ""
+    dp = choice.degrees.dp
+    return f"effective batch {samples * dp * times}: {samples} samples x dp {dp}{accumulated}"
+
+
 def describe_held(
     choice: Strategy, models: Sequence[PreparedModel], current: Strategy | None = None
 ) -> str:

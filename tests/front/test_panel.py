@@ -201,6 +201,24 @@ def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
     assert "No model is prepared yet" in said(panel)
 
 
+def test_the_effective_batch_is_shown(prepared: Kernel) -> None:
+    """Of the loop that ran last, on all ranks and over the accumulated backwards."""
+    prepared.run(
+        "%%distributed\npanel_loader = accelerator.prepare(\n"
+        "    torch.utils.data.DataLoader(torch.zeros(24, 8), batch_size=3))\n"
+        "for batch in panel_loader: pass"
+    )
+    switched = prepared.run("%dist_strategy ddp --accumulate 2")
+    for _ in range(100):  # ranks are asked between two cells
+        shown = prepared.run("time.sleep(0.05); print(PANEL.state().batch)")
+        if "accumulated" in shown.text:
+            break
+    prepared.run("%%distributed\ndel panel_loader, batch")
+
+    assert switched.status == "ok", switched.visible
+    assert shown.text == "effective batch 12: 3 samples x dp 2 x 2 accumulated\n"
+
+
 def test_apply_that_ranks_refuse_is_told_and_changes_nothing(prepared: Kernel) -> None:
     """A strategy that the model cannot have: the error of %dist_strategy stands in the log."""
     prepared.run("press('apply', strategy='pp')")

@@ -174,14 +174,17 @@ class Panel:
         if session is None:
             return state
         rows, waits = ranks_panel.rows_and_waits(session)
+        models, current = self._prepared, self._current(session)
+        shapes = [model.inputs_shape for model in models.sketches if model.inputs_shape]
         return replace(
             state,
             title=f"{ranks_and_hosts(session.topology)}, {shown(session.topology.backend)}",
             is_running=True,
             ranks=rows,
             waits=waits,
-            strategy=described(self._current(session)),
-            models=tuple(strategy_form.model_text(model) for model in self._prepared.models),
+            strategy=described(current),
+            models=tuple(map(strategy_form.model_text, models.models)),
+            batch=strategy_form.batch_text(current, shapes[0][0]) if shapes else "",
         )
 
     def before_cell(self, _code: str, options: CellOptions) -> CellOptions:

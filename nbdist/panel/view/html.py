@@ -101,6 +101,7 @@ def still(state: PanelState) -> View:
     lines = [
         *state.waits,
         *(f"prepared: {model}" for model in state.models),
+        *filter(None, [state.batch]),
         *([f"under way: {state.acting}"] if state.acting else []),
         *([state.doing] if state.doing else []),
         *(f"queued until the cell ends: {job}" for job in state.queued),
@@ -141,7 +142,8 @@ def top_html(state: PanelState, *, drawn: int | None = None) -> str:
         *(f"the next cell on ranks will run as {magic}" for magic in state.armed),
     ]
     below = [
-        _lines_html("np-dim", state.models), _lines_html("np-waits", state.waits),
+        _lines_html("np-dim", (*state.models, *filter(None, [state.batch]))),
+        _lines_html("np-waits", state.waits),
         _progress_html(state.bar), _progress_html(state.doing), _lines_html("np-busy", busy),
     ]  # fmt: skip
     return f"<div>{age}{head}</div>{ranks}{''.join(below)}"
