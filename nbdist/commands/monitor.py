@@ -45,7 +45,7 @@ def dist_monitor(values: Namespace) -> View | None:
         _record(monitor, values.seconds)
         return None
     is_new = not monitor.is_running
-    monitor.wait(time.monotonic() if is_new else 0.0, FIRST_S)
+    monitor.wait(time.monotonic(), FIRST_S)  # an older sample may show a cell that has ended
     return _view(monitor, _BEGUN if is_new else "")
 
 

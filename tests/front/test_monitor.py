@@ -76,6 +76,7 @@ def test_it_shows_every_rank_and_goes_on(kernel: Kernel) -> None:
     first = kernel.run("%dist_monitor")
     kernel.run(_WORK)
     kernel.run("%dist_monitor --seconds 1.5")
+    kernel.run("%%distributed\nimport time\ntime.sleep(1.1)")  # the newest sample is of this cell
     later = kernel.run("%dist_monitor")
     counts = [int(re.findall(r"of (\d+) samples", shown.plain[-1])[0]) for shown in (first, later)]
     table = rows(later.plain[-1])
