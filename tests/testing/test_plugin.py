@@ -220,10 +220,11 @@ def test_values_are_not_compared_and_all_else_is(
 
 
 def test_stored_outputs_have_values() -> None:
-    """No stored notebook of nbdist's has a placeholder where a reader looks for a number."""
+    """Numbers, not placeholders, stand in nbdist's notebooks; the top says where they are from."""
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         assert path.stat().st_size < 1_000_000, path
         cells = json.loads(path.read_text())["cells"]
+        assert "The measured numbers below are from " in "".join(cells[0]["source"]), path
         outputs = [output for cell in cells for output in cell.get("outputs", ())]
         texts = ["".join(o.get("text", o.get("data", {}).get("text/plain", ""))) for o in outputs]
         assert [
