@@ -114,6 +114,17 @@ def test_gpu_memory() -> None:
     assert rows[1].endswith("died   -")
 
 
+def test_gpu_hours_count_each_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of ten minutes; a GPU that ranks share is one; stored outputs are of CPUs too."""
+    states = Status(tuple(RankStatus(rank, "idle", {}) for rank in range(2)))
+    shared = replace(GPU, ranks=tuple(replace(rank, device_uuid="GPU-1") for rank in GPU.ranks))
+
+    assert "up for 600.0 s, 0.33 GPU-hours\n" in status(GPU, states, 600.0, "").text
+    assert "up for 600.0 s, 0.17 GPU-hours\n" in status(shared, states, 600.0, "").text
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    assert "GPU-hours" not in status(GPU, states, 600.0, "").text
+
+
 def test_states_belong_to_ranks() -> None:
     """A state too few is our bug, not a shorter table."""
     with pytest.raises(ValueError, match="zip"):
