@@ -9,6 +9,7 @@
 # make test-browser  every test that drives JupyterLab in a browser; its pictures in build/panel
 # make cluster  every test on several hosts, as root; make cluster-shell is a shell on one of them
 # make lab     JupyterLab with the notebooks
+# make docs    the site: pages, lessons as they are stored, every magic's help; build/site/html
 # make store   runs the notebooks and stores their outputs, for `make test` to compare
 # make gpu     all of it on this machine's GPUs, in ten minutes, into docs/gpu.md
 # make wheels  what make gpu needs on a machine without a network, into wheels/
@@ -28,6 +29,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
 LAB_INSTALLED := $(VENV)/.installed-lab
+DOCS_INSTALLED := $(VENV)/.installed-docs
 DEMO := 01_first_steps
 
 # The demo and the tests use no settings of the user's own and leave nothing in HOME.
@@ -50,10 +52,10 @@ notebooks store: export OMP_NUM_THREADS = 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint types unit faults parity accuracy test-browser cluster cluster-shell notebooks store bench gpu wheels lab clean
+.PHONY: help demo test check lint types unit faults parity accuracy test-browser cluster cluster-shell notebooks store bench gpu wheels lab docs clean
 
 help:
-	@sed -n '1,17s/^# //p' Makefile
+	@sed -n '1,18s/^# //p' Makefile
 
 build/constraints-torch-$(TORCH).txt: constraints.txt
 	@mkdir -p $(@D)
@@ -77,6 +79,11 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 $(LAB_INSTALLED): $(INSTALLED)
 	@echo "Installing JupyterLab, once: about 0.1 GB and half a minute."
 	$(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[test,lab]'
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	@echo "Installing Sphinx, once: about 0.1 GB and half a minute."
+	$(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[test,docs]'
 	@touch $@
 
 # IPython takes a temporary folder instead where the parent of its own does not exist. The list
@@ -212,6 +219,9 @@ wheels:
 	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 	  --requirement tests/gpu/wheels.txt --dest wheels
 	@du -sh wheels
+
+docs: $(DOCS_INSTALLED)
+	$(PY) docs/site/build.py build/site
 
 lab: $(LAB_INSTALLED)
 	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
