@@ -78,8 +78,8 @@ def status(topology: Topology, states: Status, running_s: float, mode: str) -> V
     """The output of %dist_status: what every rank does, its memory, and who waits for whom."""
     backend = shown(topology.backend)
     head = f"{ranks_and_hosts(topology)}, {backend}, up for {units.seconds(running_s)}"
-    on_gpus = [place for place in topology.ranks if place.device != "cpu"]
-    devices = {place.device_uuid or f"{place.host} {place.device}" for place in on_gpus}
+    on_gpus = [rank for rank in topology.ranks if rank.device != "cpu"]
+    devices = {rank.device_uuid or f"{rank.host} {rank.device}" for rank in on_gpus}
     if devices and not units.is_stored():  # CPU ranks have stored no such words
         head += f", {len(devices) * running_s / 3600:.2f} GPU-hours"
     view = _states(topology, states, head, [*states.waits, f"plain cells run {mode}"])
