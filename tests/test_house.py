@@ -107,7 +107,7 @@ LINES = {
     "commands": 2696, "comparison": 720, "config": 3019, "core": 3130, "diagnostics": 1593,
     "engine": 3145, "exporter": 1621, "frontend": 766, "hang": 6517, "lints": 3748, "memory": 6043,
     "monitor": 1736, "notebook": 1210, "panel": 2249, "parallel": 16158, "planner": 7763,
-    "recording": 624, "rpc": 955, "strategy": 2513, "switch": 1146, "testing": 317, "trace": 3895,
+    "recording": 624, "rpc": 972, "strategy": 2513, "switch": 1146, "testing": 317, "trace": 3895,
     "variables": 1063, "verification": 3394,
 }  # fmt: skip
 # Names of locals and arguments that say little. Their count may only fall.

@@ -322,6 +322,33 @@ def test_an_engine_that_nobody_told_of_is_asked_for(channel: Channel) -> None:
     assert client._engines[1] == uuid
 
 
+def test_an_engine_whose_end_nobody_told_of_is_dropped() -> None:
+    """The controller's notification is lost while a client subscribes: its list counts."""
+    reply: Future[Any] = Future()
+    client = FakeClient(reply)
+    dropped: list[Any] = []
+    client._unregister_engine = dropped.append
+    channel = Channel(client)
+    channel.forget(0)
+    [answer] = client.hooked
+    answer.set_result({"content": {"engines": {"1": "other"}}})
+
+    assert dropped == [{"content": {"id": 0, "uuid": "uuid"}}]
+
+
+@pytest.mark.parametrize("engines", [{"0": "uuid"}, {"0": "its successor"}])
+def test_an_engine_that_is_listed_is_not_dropped(engines: dict[str, str]) -> None:
+    """Not even under the id of one that has ended: another process may have it by then."""
+    client = FakeClient(Future())
+    dropped: list[Any] = []
+    client._unregister_engine = dropped.append
+    Channel(client).forget(0)
+    [answer] = client.hooked
+    answer.set_result({"content": {"engines": engines}})
+
+    assert dropped == []
+
+
 def test_a_late_answer_of_a_lost_engine_changes_nothing() -> None:
     """The engine counts as gone; the answer that comes even so is dropped."""
     reply: Future[Any] = Future()
@@ -341,16 +368,21 @@ def test_a_late_answer_of_a_lost_engine_changes_nothing() -> None:
 class FakeClient:
     """An ipyparallel client with one engine that answers when it is told to."""
 
-    _mux_stream = _control_stream = _query_stream = _io_loop = _update_engines = None
+    _mux_stream = _control_stream = _query_stream = _io_loop = None
+    _update_engines = _unregister_engine = None
 
     def __init__(self, reply: "Future[Any] | None" = None) -> None:
         self._registration_callbacks: list[Callable[[Any], None]] = []
         self._engines = {0: "uuid"}
         self.reply = reply
+        self.hooked: list[Future[Any]] = []
 
-    def _send(self, *_: Any, **__: Any) -> "Future[Any]":
+    def _send(self, *_: Any, message_future_hook: Any = None, **__: Any) -> "Future[Any]":
         if self.reply is None:
             raise OSError("Connections have been closed.")
+        if message_future_hook is not None:
+            message_future_hook(self.reply)
+            self.hooked.append(self.reply)
         return self.reply
 
 

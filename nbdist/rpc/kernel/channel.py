@@ -31,6 +31,7 @@ PRIVATE = (
     "_control_stream",
     "_query_stream",
     "_registration_callbacks",
+    "_unregister_engine",
     "_update_engines",
     "_io_loop",
 )
@@ -119,16 +120,22 @@ class Channel:
         """
         client = self._client
 
-        def take(done: Future[Any]) -> None:
-            listed = done.result()["content"]["engines"].items()
+        def take(listed: Mapping[str, str]) -> None:
             client._update_engines(  # noqa: SLF001
-                {int(e): uuid for e, uuid in listed if int(e) not in client._engines}  # noqa: SLF001
+                {int(e): uuid for e, uuid in listed.items() if int(e) not in client._engines}  # noqa: SLF001
             )
 
+        self._ask_for_listed(take)
+
+    def _ask_for_listed(self, take: Callable[[Mapping[str, str]], None]) -> None:
+        """Ask for the controller's list; `take` gets engine -> uuid in the client's thread."""
+        client = self._client
         client._send(  # noqa: SLF001
             client._query_stream,  # noqa: SLF001
             "connection_request",
-            message_future_hook=lambda reply: reply.add_done_callback(take),
+            message_future_hook=lambda reply: reply.add_done_callback(
+                lambda done: take(done.result()["content"]["engines"])
+            ),
         )
 
     def execute(
@@ -283,15 +290,25 @@ class Channel:
 
         Uses the client's private `_send` and query stream: what ipyparallel's nanny would say, a
         process for each engine that nbdist's own engines do without. (ipyparallel 9.2; checked by
-        tests/rpc/test_channel.py.) Without it heartbeats tell the same in 30 s.
+        tests/rpc/test_channel.py.) Without it heartbeats tell the same in 30 s. The controller's
+        notification is lost while this client's subscription is on its way, so it is asked, too.
         """
         client = self._client
-        if engine_id in client._engines:  # noqa: SLF001
-            client._send(  # noqa: SLF001
-                client._query_stream,  # noqa: SLF001
-                "unregistration_request",
-                content={"id": engine_id},
-            )
+        uuid = client._engines.get(engine_id)  # noqa: SLF001
+        if uuid is None:
+            return
+
+        def drop(listed: Mapping[str, str]) -> None:
+            is_listed = str(engine_id) in listed
+            if not is_listed and client._engines.get(engine_id) == uuid:  # noqa: SLF001
+                client._unregister_engine({"content": {"id": engine_id, "uuid": uuid}})  # noqa: SLF001
+
+        client._send(  # noqa: SLF001
+            client._query_stream,  # noqa: SLF001
+            "unregistration_request",
+            content={"id": engine_id},
+        )
+        self._ask_for_listed(drop)
 
     def signal(self, engine_id: int, number: int) -> None:
         """Signal an engine by way of its nanny, which may be on another host."""
