@@ -65,3 +65,17 @@ def test_the_map_and_the_readme_name_every_lesson() -> None:
     assert named == [lesson.stem for lesson in LESSONS[1:]]
     readme = re.findall(r"`(\d\d_\w+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert readme == [lesson.stem for lesson in LESSONS]
+
+
+def test_lessons_have_one_form() -> None:
+    """What one learns and needs at the top; summary, questions, answers, what is next below."""
+    parts = (
+        "**Afterwards you can**", "**You should know**", "**It takes**", "## Summary",
+        "**Questions**", "<details>", "*Next:* [",
+    )  # fmt: skip
+    for lesson in LESSONS[1:]:
+        text = markdown(lesson)
+        places = [text.find(part) for part in parts]
+
+        assert -1 not in places, f"{lesson.name} lacks {parts[places.index(-1)]}"
+        assert places == sorted(places), lesson.name
