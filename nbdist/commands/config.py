@@ -13,7 +13,7 @@ from nbdist.config import view as config_view
 from nbdist.config.emit import FORMS, SCRIPT, Setting
 from nbdist.config.launch import Configured, configured
 from nbdist.config.report import TYPED, CheckContext
-from nbdist.config.strategy_file import read_strategy
+from nbdist.config.strategy_file import FileStrategy, read_strategy
 from nbdist.config.tree import Document
 from nbdist.core.option import Option, positive_number, rank_count
 from nbdist.core.view import View
@@ -219,9 +219,9 @@ def dist_config(values: Namespace) -> View:
     _refuse_words(values)
     if not values.file:
         return _show(values)
-    beside = [] if values.beside is None else [values.beside]
     if values.is_applied:
-        return _apply(values.file[0], beside)
+        return _apply(values)
+    beside = [] if values.beside is None else [values.beside]
     around = around_of(values.ranks, strategy_given(values))
     return check_file(values.file[0], around, beside, values.write, is_forced=values.is_forced)
 
@@ -246,19 +246,28 @@ def _refuse_words(values: Namespace) -> None:
         raise OptionError("%dist_config: --apply takes the file as it is, for these ranks.")
 
 
-def _apply(path: str, beside: Sequence[str]) -> View:
-    """Put the file's strategy under the live models, unless the file has a mistake."""
-    session = NOTEBOOK.session
+def _apply(values: Namespace) -> View:
+    """Put the file's strategy under the live models."""
+    session, strategy = NOTEBOOK.session, applied(values)
+    switched = strategy_view.switch_result(session.strategy.switch_spec(strategy.spec))
+    return View("\n".join([switched.text, *config_view.left_lines(strategy)]))
+
+
+def applied(values: Namespace) -> FileStrategy:
+    """Read the strategy of the file that is to be applied.
+
+    Raises:
+        OptionError: If it cannot be read, or has a mistake or no strategy.
+    """
+    path = values.file[0]
     document = yaml_reader.load(path)
-    named = (*(yaml_reader.load(other) for other in beside), *_read_others(document, path))
+    beside = [] if values.beside is None else [yaml_reader.load(values.beside)]
+    named = (*beside, *_read_others(document, path))
     # For as many ranks as the file says, not for the running ones.
     report = check.check(document, CheckContext(None, others=named))
     if report.is_bad:
         raise OptionError(f"Nothing was changed.\n{config_view.checked(report).text}")
-    strategy = read_strategy(document, named)
-    switched = strategy_view.switch_result(session.strategy.switch_spec(strategy.spec))
-    lines = [switched.text, *config_view.left_lines(strategy)]
-    return View("\n".join(lines))
+    return read_strategy(document, named)
 
 
 VERBS = (

@@ -265,6 +265,14 @@ def _of_strategy(values: Namespace) -> Magic:
     return Magic(choice=_choice(spec, None), spec=spec)
 
 
+def _of_config(values: Namespace) -> Magic:
+    """A file that is applied is a strategy: a script has it as it is in the file now."""
+    if not values.is_applied or len(values.file) != 1:
+        return Magic()
+    spec = config.applied(values).spec
+    return Magic(choice=_choice(spec, None), spec=spec)
+
+
 def _of_save(values: Namespace) -> Magic:
     path = _literal("%dist_save", values.path)
     if values.is_export:
@@ -327,6 +335,7 @@ _MEANINGS: dict[str, Callable[[Namespace], Magic]] = {
     "dist_init": _of_start,
     "dist_reset": _of_reset,
     "dist_strategy": _of_strategy,
+    "dist_config": _of_config,
     "dist_save": _of_save,
     "dist_load": _of_load,
     "dist_mode": _of_mode,

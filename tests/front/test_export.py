@@ -579,6 +579,24 @@ def test_strategies_are_read_as_typed(typed: str, name: str) -> None:
     assert read.choice.name == name
 
 
+def test_a_file_that_is_applied_is_its_strategy(tmp_path: Path) -> None:
+    """As the file has it at the export; one that is only checked is of the notebook alone."""
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
+    )
+    applied, checked = (meaning_of(f"dist_config {file}{word}") for word in (" --apply", ""))
+    file.unlink()
+    gone = meaning_of(f"dist_config {file} --apply")
+
+    assert applied is not None
+    assert applied.choice is not None
+    assert (applied.choice.name, applied.choice.options.precision) == ("fsdp", "bf16")
+    assert checked == Magic()
+    assert gone is not None
+    assert "a.yaml" in gone.problem
+
+
 @pytest.mark.parametrize("typed", ["dist_init --nope", "rank", "dist_strategy nope"])
 def test_a_line_that_cannot_be_read_is_a_problem(typed: str) -> None:
     """The message is the one of the verb, in one line."""
