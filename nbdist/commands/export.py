@@ -269,6 +269,7 @@ def _of_config(values: Namespace) -> Magic:
     """A file that is applied is a strategy: a script has it as it is in the file now."""
     if not values.is_applied or len(values.file) != 1:
         return Magic()
+    _literal("%dist_config", values.file)
     spec = config.applied(values).spec
     return Magic(choice=_choice(spec, None), spec=spec)
 
