@@ -79,3 +79,10 @@ def test_lessons_have_one_form() -> None:
 
         assert -1 not in places, f"{lesson.name} lacks {parts[places.index(-1)]}"
         assert places == sorted(places), lesson.name
+
+
+def test_lessons_name_no_folder_of_the_machine_that_stored_them() -> None:
+    """A traceback through a library has its path: `.venv/lib/...` says enough."""
+    for lesson in LESSONS:
+        paths = re.findall(r"(?<![\w.])/[\w./-]+/site-packages", lesson.read_text(encoding="utf-8"))
+        assert paths == [], f"{lesson.name}: write .venv/lib/... in its stored output"
