@@ -13,21 +13,23 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 MAP = LESSONS[0]
 
 
-def markdown(path: Path) -> str:
-    """The text of a page, or of a notebook's markdown cells."""
+def text_of(path: Path) -> str:
+    """A page, or a notebook's markdown cells, without blocks of code."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
         text = "\n\n".join("".join(cell["source"]) for cell in cells)
-    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def markdown(path: Path) -> str:
+    """The same without code in a line, whose brackets are no links."""
+    return re.sub(r"`[^`\n]*`", "", text_of(path))
 
 
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(
-        r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
-    headings = re.findall(r"^#+ +(.*?) *$", text, flags=re.MULTILINE)
+    headings = re.findall(r"^#+ +(.*?) *$", text_of(path), flags=re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 

@@ -225,7 +225,7 @@ _DYNAMO = {
     "dynamo_use_fullgraph": False,
     "dynamo_use_regional_compilation": True,
 }
-_SHARDING = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
+SHARDING = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
 _NO_SEQUENCES = (
     "Accelerate splits sequences only with FSDP2 or DeepSpeed, and only where the script passes "
     "each batch to it"
@@ -310,7 +310,7 @@ def _fsdp(setting: Setting) -> dict[str, Any]:
     if not is_1:
         return config | {"fsdp_reshard_after_forward": options.shard != "grad-op"}
     return config | {
-        "fsdp_sharding_strategy": _SHARDING[options.shard],
+        "fsdp_sharding_strategy": SHARDING[options.shard],
         "fsdp_sync_module_states": True,
         "fsdp_use_orig_params": True,
     }

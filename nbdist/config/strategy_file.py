@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.config.check import kind_of
+from nbdist.config.emit import SHARDING
 from nbdist.config.report import ACCELERATE, DEEPSPEED, TRANSFORMERS, is_count, is_true, show_value
 from nbdist.config.tree import Document, join_path
 from nbdist.errors import OptionError
@@ -22,12 +23,9 @@ _TYPES = {
     "NO": "single", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "MULTI_HPU": "ddp", "MULTI_MLU": "ddp",
     "MULTI_MUSA": "ddp", "MULTI_NPU": "ddp", "MULTI_SDAA": "ddp", "MULTI_XPU": "ddp",
 }  # fmt: skip
-# FSDP1's sharding strategies, by name and by number -> --shard.
-_UNSHARDED = {"NO_SHARD", "3"}
-_SHARDS = {
-    "FULL_SHARD": "full", "1": "full", "SHARD_GRAD_OP": "grad-op", "2": "grad-op",
-    "HYBRID_SHARD": "hybrid", "4": "hybrid", **dict.fromkeys(_UNSHARDED, ""),
-}  # fmt: skip
+# FSDP1's sharding strategy -> --shard; Accelerate takes torch's number of it as well.
+_SHARDS = {"NO_SHARD": "", **{name: word for word, name in SHARDING.items()}}
+_NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
 _NO_CHOICE = ("auto", None)
 # Keys that say how Accelerate starts processes: these ranks have been started.
 _OF_THE_LAUNCH = {
@@ -138,13 +136,12 @@ def _fsdp(file: _Reader, settings: dict[str, object]) -> tuple[str, dict[str, ob
         if str(value("reshard_after_forward")).lower() == "false":
             settings["shard"] = "grad-op"
         return "fsdp", settings | _mesh(file)
-    shard = str(value("sharding_strategy") or "FULL_SHARD").upper()
-    if shard not in _SHARDS:
+    name = str(value("sharding_strategy") or "FULL_SHARD").upper()
+    shard = _SHARDS.get(_NUMBERED.get(name, name))
+    if shard is None:
         path = ("fsdp_config", "fsdp_sharding_strategy")
         raise _refused(file, path, f"known are {', '.join(_SHARDS)}")
-    if shard in _UNSHARDED:
-        return "ddp", settings
-    return "fsdp1", settings | ({} if _SHARDS[shard] == "full" else {"shard": _SHARDS[shard]})
+    return ("fsdp1", settings | {"shard": shard}) if shard else ("ddp", settings)
 
 
 def _accelerates_deepspeed(
@@ -198,8 +195,7 @@ def _transformers(file: _Reader, _files: list[_Reader]) -> tuple[str, dict[str, 
         settings["offload"] = "cpu"
     if is_true(file.value("fsdp_mixed_precision")):
         settings["precision"] = "bf16"
-    if copies > 1 and shards > 1:
-        settings |= {"shard": "hybrid", "replicas": copies}
+    settings |= _hybrid(copies, shards)
     split = next((word for word in ("pp", "tp") if word in settings), "ddp")
     return "fsdp" if shards > 1 else split, settings
 
@@ -213,10 +209,12 @@ def _mesh(file: _Reader) -> dict[str, object]:
         return _count(file.value(section, f"{key}_size") if named is None else named)
 
     settings: dict[str, object] = {word: size(word) for word in ("tp", "cp") if size(word) > 1}
-    copies, shards = size("dp_replicate"), size("dp_shard")
-    if copies > 1 and shards > 1:
-        settings |= {"shard": "hybrid", "replicas": copies}
-    return settings
+    return settings | _hybrid(size("dp_replicate"), size("dp_shard"))
+
+
+def _hybrid(copies: int, shards: int) -> dict[str, object]:
+    """Options for shards within copies of the model; none where there is only one of the two."""
+    return {"shard": "hybrid", "replicas": copies} if copies > 1 and shards > 1 else {}
 
 
 def _count(value: Any) -> int:

@@ -144,9 +144,9 @@ def test_nothing_is_left_of_a_host(how: str, connect: Connect, tmp_path: Path) -
     program = psutil.Process(agent.facts(1).pid)
     if how == "stop":
         assert agent._process.stdin is not None
-        held = os.dup(agent._process.stdin.fileno())
+        descriptor = os.dup(agent._process.stdin.fileno())
         assert agent.stop()
-        os.close(held)
+        os.close(descriptor)
     elif how == "kill the connection":
         for process in psutil.Process(agent.pid).children():
             if process != program:

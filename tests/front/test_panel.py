@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -104,6 +104,15 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
+def run_until(look: Callable[[], str], text: str) -> str:
+    """What a look shows once the text is in it: the panel asks and acts between two cells."""
+    for _ in range(100):
+        shown = look()
+        if text in shown:
+            break
+    return shown
+
+
 def is_interrupted(cell: Cell) -> bool:
     return cell.error is not None and cell.error.ename == "KeyboardInterrupt"
 
@@ -192,12 +201,9 @@ def test_the_picker_shows_what_dist_plan_counts(panel: Kernel) -> None:
 def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
     """Nothing is prepared: the choice is for models to come."""
     panel.run("later('apply', when=between_cells, strategy='zero1')")
-    for _ in range(100):
-        printed = panel.run("time.sleep(0.05); print(PANEL.state().strategy)")
-        if "zero1" in printed.text:
-            break
+    look = "time.sleep(0.05); print(PANEL.state().strategy)"
 
-    assert printed.text == "zero1, dp 2\n"
+    assert run_until(lambda: panel.run(look).text, "zero1") == "zero1, dp 2\n"
     assert "No model is prepared yet" in said(panel)
 
 
@@ -209,14 +215,12 @@ def test_the_effective_batch_is_shown(prepared: Kernel) -> None:
         "for batch in panel_loader: pass"
     )
     switched = prepared.run("%dist_strategy ddp --accumulate 2")
-    for _ in range(100):  # ranks are asked between two cells
-        shown = prepared.run("time.sleep(0.05); print(PANEL.state().batch)")
-        if "accumulated" in shown.text:
-            break
+    look = "time.sleep(0.05); print(PANEL.state().batch)"
+    shown = run_until(lambda: prepared.run(look).text, "accumulated")
     prepared.run("%%distributed\ndel panel_loader, batch")
 
     assert switched.status == "ok", switched.visible
-    assert shown.text == "effective batch 12: 3 samples x dp 2 x 2 accumulated\n"
+    assert shown == "effective batch 12: 3 samples x dp 2 x 2 accumulated\n"
 
 
 def test_apply_that_ranks_refuse_is_told_and_changes_nothing(prepared: Kernel) -> None:
@@ -336,10 +340,7 @@ def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
         "    return job\n"
         "PANEL.job_queue.take = taking; later('apply', when=between_cells, strategy='fsdp')"
     )
-    for _ in range(100):  # it acts between two of these cells
-        log = said(panel)
-        if ": interrupted" in log:
-            break
+    log = run_until(lambda: said(panel), ": interrupted")
     panel.run("PANEL.verbs, PANEL.job_queue.take = VERBS, take")
 
     assert "interrupting %dist_strategy fsdp" in log
